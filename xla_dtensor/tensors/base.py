@@ -166,7 +166,7 @@ class TensorMethods(HasMemory):
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
 
     __torch_function__ = disabled_torch_function
-    __dict__ = property(dict_of_tensor.__get__, _set_attributes)  # type: ignore[assignment]
+    __dict__ = property(dict_of_tensor.__get__, _set_attributes)
 
     @classmethod
     @interrupts.atomic

@@ -3,11 +3,11 @@
 torch's ``as_subclass`` makes an alias, and lets a Python object of the wanted class be made for it.
 An alias of ours has its object already, an `XLATensor`, as its memory is Python's. So that object
 gets a class made from both: ``Image`` first, whose methods and ``__torch_function__`` are meant,
-then ours, which computes. It is called like ``Image``, and where torch tells ``Image`` which classes
-are concerned, it hears of itself.
+then ours, which computes. It is called like ``Image``, and where torch tells ``Image`` which
+classes are concerned, it hears of itself.
 
-Such classes keep what they know of an image in the tensor's ``__dict__``, and copy all that is there
-from one tensor to the next (fastai, MONAI). So what we keep on the tensor isn't there.
+Such classes keep what they know of an image in the tensor's ``__dict__``, and copy all that is
+there from one tensor to the next (fastai, MONAI). So what we keep on the tensor isn't there.
 """
 
 from __future__ import annotations
@@ -118,10 +118,11 @@ def show_as(tensor: Any, cls: Any) -> Any:
         TypeError: as in torch: ``cls`` is no such class.
         UnsupportedOpError: ``cls`` computes operations itself, or has slots.
     """
-    if isinstance(cls, type):
-        cls = vars(cls).get(_SHOWN, cls)
-    if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
+    is_class = isinstance(cls, type) and issubclass(cls, torch.Tensor)
+    if not is_class:
         raise TypeError(f"cls must be a type that derives from torch.Tensor (got {cls!r})")
+    cls = vars(cls).get(_SHOWN, cls)
+    own: Any = type(tensor)
     if isinstance(tensor, cls):
         return tensor
     if cls is torch.nn.Parameter or cls is torch.nn.Buffer:
@@ -134,7 +135,7 @@ def show_as(tensor: Any, cls: Any) -> Any:
             "torch.Tensor._make_wrapper_subclass(cls, shape, dtype=..., device='xla:0') makes"
         )
     try:
-        tensor.__class__ = _made_of(cls, type(tensor))
+        tensor.__class__ = _made_of(cls, own)
     except TypeError as error:
         raise UnsupportedOpError(
             f"an xla tensor can't be a {cls.__name__} ({error}): the class may have no __slots__, "
@@ -166,9 +167,7 @@ def make_subclass(cls: Any, tensor: Any, requires_grad: bool = False) -> Any:
 @functools.cache
 def _made_of(shown: Any, own: Any) -> Any:
     @classmethod  # type: ignore[misc]
-    def torch_function(
-        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return shown.__torch_function__(func, tuple(map(shown_class, types)), args, kwargs)
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,9 +181,7 @@ def _made_of(shown: Any, own: Any) -> Any:
 
     @classmethod  # type: ignore[misc]
     @interrupts.atomic
-    def torch_dispatch(
-        cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def torch_dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In a backward pass nobody has switched ``__torch_function__`` off.
         with disable_function_of_subclasses():
             return own.__torch_dispatch__(func, types, args, kwargs)
@@ -228,4 +225,3 @@ def _made_of(shown: Any, own: Any) -> Any:
     return new_class(
         shown.__name__, (shown, own), {"metaclass": metaclass}, lambda body: body.update(members)
     )
-

@@ -87,7 +87,7 @@ def _are_others(*tensors: Any) -> bool:
     to."""
     from xla_dtensor.tensors.base import computes_itself
 
-    return any(computes_itself(type(tensor)) for tensor in tensors)
+    return any(map(computes_itself, map(type, tensors)))
 
 
 def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:

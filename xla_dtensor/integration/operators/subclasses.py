@@ -9,32 +9,33 @@ import torch
 
 from xla_dtensor.base import thread_state, torch_private
 from xla_dtensor.integration.patching.on_import import on_import
+from xla_dtensor.integration.patching.ours import is_ours
 from xla_dtensor.integration.patching.take_over import take_over
 
 _Tensor: Any = torch.Tensor
-_ours: Any = None  # `tensors.subclasses`, when there are xla tensors
+_found: Any = None  # `tensors.subclasses`, when there are xla tensors
 
 
 def install() -> None:
-    """Once per process. Libraries, fastai among them, keep torch's function under a name of their
-    own, so this is done at once, though the tensor classes wait."""
+    """Once per process, and at once: libraries keep torch's functions under names of their own."""
     on_import("xla_dtensor.tensors.base", _load)
     made, new = torch_private.make_subclass, _Tensor.__new__
 
+    # Of a tensor elsewhere: the class may be that of an xla tensor, ``type(x)``.
     @functools.wraps(made)
     def make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(data):
-            return _ours.make_subclass(cls, data, *args, **kwargs)
+        if is_ours(data):
+            return _found.make_subclass(cls, data, *args, **kwargs)
         return made(_shown_class(cls), data, *args, **kwargs)
 
     # torch makes an alias here, too.
     @functools.wraps(new)
     def of_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _is_ours(args[0]):
-            return _ours.as_subclass(args[0], cls)
+        if len(args) == 1 and not kwargs and is_ours(args[0]):
+            return _found.as_subclass(args[0], cls)
         return new(cls, *args, **kwargs)
 
-    # fastai has a method of its own, which calls torch's by this name.
+    # Where fastai has been imported before, the method is its own, and calls torch's by this name.
     owner: Any = torch if hasattr(torch, "as_subclass") else _Tensor
     owner.as_subclass = _as_subclass(owner.as_subclass)
     torch_private.replace("make_subclass", staticmethod(make_subclass))
@@ -43,29 +44,24 @@ def install() -> None:
 
 
 def _as_subclass(original: Any) -> Any:
-    # The class may be that of an xla tensor, ``type(x)``; a CPU tensor becomes what that shows.
     @functools.wraps(original)
     def as_subclass(self: Any, cls: Any) -> Any:
-        if _is_ours(self):
-            return _ours.as_subclass(self, cls)
+        if is_ours(self):
+            return _found.as_subclass(self, cls)
         return original(self, _shown_class(cls))
 
     return as_subclass
 
 
 def _load(base: Any) -> None:
-    global _ours
+    global _found
     from xla_dtensor.tensors import subclasses
 
-    _ours = subclasses
-
-
-def _is_ours(value: Any) -> bool:
-    return _ours is not None and isinstance(value, _ours.TensorMethods)
+    _found = subclasses
 
 
 def _shown_class(cls: Any) -> Any:
-    return cls if _ours is None else _ours.shown_class(cls)
+    return cls if _found is None else _found.shown_class(cls)
 
 
 def _swap(original: Any, args: Any, kwargs: Any) -> None:
