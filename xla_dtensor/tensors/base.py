@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.base import epoch, executor, interrupts, thread_state
+from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.base.torch_private import (
     FakeTensor,
     disabled_torch_function,
@@ -21,6 +21,7 @@ from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES, dict_of_tensor, set_attributes
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.memory import HasMemory
 from xla_dtensor.tensors.saved_leaves import moves
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
     from xla_dtensor.forms.storage import Storage
     from xla_dtensor.forms.views import Step
 
-
-# What the classes and DTensor keep on a tensor; other attributes are the user's.
-OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
-    | {"_summed"}
-)
 
 # What `isinstance` asks a tensor for where the class is `nn.Parameter` or `nn.Buffer`.
 CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
@@ -69,24 +64,6 @@ def set_grad_of(leaf: Any, grad: Any) -> None:
         _grad.__set__(leaf, grad)
     else:
         leaf.grad = grad
-
-
-dict_of_tensor: Any = vars(torch.Tensor)["__dict__"]
-"""What gives and sets a tensor's ``__dict__``, past ours."""
-
-
-def users_of(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What of a tensor's attributes isn't ours."""
-    return {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES}
-
-
-def _set_attributes(tensor: Any, given: dict[str, Any]) -> None:
-    """Libraries (fastai) assign all that is kept on one tensor to another: not what we keep."""
-    if not thread_state.swaps_tensors():
-        before = dict_of_tensor.__get__(tensor)
-        own = {name: value for name, value in before.items() if name in OWN_ATTRIBUTES}
-        given = {**users_of(given), **own}
-    dict_of_tensor.__set__(tensor, given)
 
 
 @functools.cache
@@ -166,7 +143,7 @@ class TensorMethods(HasMemory):
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
 
     __torch_function__ = disabled_torch_function
-    __dict__ = property(dict_of_tensor.__get__, _set_attributes)
+    __dict__ = property(dict_of_tensor.__get__, set_attributes)
 
     @classmethod
     @interrupts.atomic

@@ -27,12 +27,8 @@ from xla_dtensor.base.torch_private import (
 )
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.base import (
-    OWN_ATTRIBUTES,
-    TensorMethods,
-    dict_of_tensor,
-    users_of,
-)
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES, dict_of_tensor, users_of
+from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.saving import reduce_tensor
 
 _SHOWN = "_xla_dtensor_shown"

@@ -43,7 +43,7 @@ from xla_dtensor.compilation.code.reflection import (
 from xla_dtensor.compilation.code.threads import replaced
 from xla_dtensor.compilation.objects.places import Entries, Slots
 from xla_dtensor.compilation.watch.walk import Walk
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 from xla_dtensor.tensors.subclasses import shown_class
 
 _HEAP_TYPE = 1 << 9
