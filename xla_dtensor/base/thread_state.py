@@ -67,6 +67,7 @@ class RandomNumbers:
 class _ThreadState(threading.local):
     function: str | None = None
     formula: bool = False
+    swapping: bool = False
 
 
 _state = _ThreadState()
@@ -112,3 +113,18 @@ class in_formula:
 def is_in_formula() -> bool:
     """Whether this thread is in the formula of one of torch's optimizers."""
     return _state.formula
+
+
+def swaps_tensors() -> bool:
+    """Whether torch is swapping all that two tensors are (``torch.utils.swap_tensors``)."""
+    return _state.swapping
+
+
+class swapping_tensors:
+    """A block in which it does."""
+
+    def __enter__(self) -> None:
+        self._before, _state.swapping = _state.swapping, True
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _state.swapping = self._before

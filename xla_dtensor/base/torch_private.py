@@ -83,6 +83,8 @@ NAMES = {
     # A tensor of a subclass without memory, and one with another's.
     "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
     "make_subclass": "torch:Tensor._make_subclass",
+    # What pickles of a subclass of torch.Tensor call: makes a plain one, then the subclass's.
+    "rebuild_from_type": "torch._tensor:_rebuild_from_type_v2",
     # torch's own class: `torch.Generator` is replaced by one that makes ours, too.
     "CppGenerator": "torch._C:Generator",
     # Calls that have one among the arguments belong to its mode.

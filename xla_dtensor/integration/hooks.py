@@ -28,8 +28,14 @@ from xla_dtensor.base.torch_private import (
 from xla_dtensor.integration.debugging import debug_modes, observers, tools
 from xla_dtensor.integration.device import accelerator, generators, pinning, registration
 from xla_dtensor.integration.distributed import context_parallel, data_parallel, process_groups
-from xla_dtensor.integration.modules import checkpoints, loaders, loading, module_hooks
-from xla_dtensor.integration.operators import autocast, flex_attention, recomputation
+from xla_dtensor.integration.modules import (
+    checkpoints,
+    cpu_copies,
+    loaders,
+    loading,
+    module_hooks,
+)
+from xla_dtensor.integration.operators import autocast, flex_attention, recomputation, subclasses
 from xla_dtensor.integration.optimizers import loading as optimizer_loading
 from xla_dtensor.integration.optimizers import optimizer_steps
 from xla_dtensor.integration.patching.on_import import on_import
@@ -57,6 +63,7 @@ def install() -> None:
     _hook_current_mesh()
     _hook_distribute()
     recomputation.install()
+    subclasses.install()
     accelerator.install()
     generators.install()
     pinning.install()
@@ -66,6 +73,7 @@ def install() -> None:
     loading.install()
     checkpoints.install()
     module_hooks.install()
+    cpu_copies.install()
     observers.install()
     process_groups.install(data_parallel.install_for_modules)
     data_parallel.install()

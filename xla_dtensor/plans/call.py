@@ -211,7 +211,9 @@ class Call:
                 "can't be combined with xla tensors: XLA is the compiler of those, by "
                 "xla_dtensor.compile(function); export the module on the CPU, module.cpu()"
             )
-        if value.device.type != "cpu" or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        # A user's subclass has the memory of a plain one, unless it computes operations itself.
+        plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if value.device.type != "cpu" or not plain:
             raise UnsupportedOpError(
                 f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "
                 "with xla tensors; move it with .to('xla') or distribute_tensor first"

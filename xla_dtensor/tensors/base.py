@@ -8,14 +8,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
-from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
+from xla_dtensor.base.torch_private import (
+    FakeTensor,
+    disabled_torch_function,
+    make_wrapper_subclass,
+)
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.tensors import indexing
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES, dict_of_tensor, set_attributes
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.memory import HasMemory
 from xla_dtensor.tensors.saved_leaves import moves
@@ -29,12 +35,6 @@ if TYPE_CHECKING:
     from xla_dtensor.forms.storage import Storage
     from xla_dtensor.forms.views import Step
 
-
-# What the classes and DTensor keep on a tensor; other attributes are the user's.
-OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
-    | {"_summed"}
-)
 
 # What `isinstance` asks a tensor for where the class is `nn.Parameter` or `nn.Buffer`.
 CLASS_OF_TENSOR = frozenset({"_is_param", "_is_buffer"})
@@ -69,6 +69,17 @@ def set_grad_of(leaf: Any, grad: Any) -> None:
 @functools.cache
 def _dispatcher() -> Callable[..., Any]:
     return backend().dispatch
+
+
+@functools.lru_cache(maxsize=1024)
+def computes_itself(cls: type) -> bool:
+    """Whether ``cls`` is a subclass of ``torch.Tensor`` that is not ours and computes operations
+    itself, also those with a tensor of ours among the arguments. `DTensor` and `FakeTensor` refuse
+    those; we do, and say more."""
+    dispatch = getattr(cls, "__torch_dispatch__", torch.Tensor.__torch_dispatch__)
+    return dispatch is not torch.Tensor.__torch_dispatch__ and not issubclass(
+        cls, TensorMethods | DTensor | FakeTensor
+    )
 
 
 def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
@@ -132,10 +143,13 @@ class TensorMethods(HasMemory):
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
 
     __torch_function__ = disabled_torch_function
+    __dict__ = property(dict_of_tensor.__get__, set_attributes)
 
     @classmethod
     @interrupts.atomic
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(map(computes_itself, types)):
+            return NotImplemented  # torch asks that class next
         return _dispatcher()(func, args, kwargs or {})
 
     def __format__(self, format_spec: str) -> str:

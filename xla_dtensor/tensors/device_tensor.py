@@ -94,4 +94,4 @@ class XLATensor(TensorMethods, torch.Tensor):
         return self.detach().clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return text_of(self, "XLATensor", [f"device='{self.device}'"])
+        return text_of(self, type(self).__name__, [f"device='{self.device}'"])

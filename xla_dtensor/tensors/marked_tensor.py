@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.printing import text_of
@@ -79,9 +80,17 @@ def shard_in_place(tensor: Any, sharded: XLAShardedTensor) -> None:
     """Let ``tensor``, sharded or not, show the memory of ``sharded``, in its layout.
 
     Its history, its gradient and its hooks stay what they are: ``sharded`` has the same value.
+
+    Raises:
+        UnsupportedOpError: ``tensor`` is of a subclass of the user's.
     """
     if type(tensor) is XLATensor:
         tensor.__class__ = MarkedTensor
+    elif isinstance(tensor, XLATensor):
+        raise UnsupportedOpError(
+            f"a {type(tensor).__name__} can't be sharded in place: shard "
+            "x.as_subclass(torch.Tensor), or use distribute_tensor"
+        )
     tensor._become(sharded)
 
 

@@ -17,7 +17,12 @@ import torch
 
 from xla_dtensor.base import assertions, executor
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.base.torch_private import SUBCLASSES_DISPATCH, disable_current_modes, tensor_str
+from xla_dtensor.base.torch_private import (
+    SUBCLASSES_DISPATCH,
+    disable_current_modes,
+    disable_function_of_subclasses,
+    tensor_str,
+)
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.per_device import logical
@@ -86,7 +91,7 @@ def _is_large(tensor: Any) -> bool:
 def _values(tensor: Any, name_length: int) -> str:
     # Modes of the user's see nothing of it. Where torch needs a mode to come to us, all stay.
     unseen = disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
-    with unseen, torch.no_grad():
+    with unseen, torch.no_grad(), disable_function_of_subclasses():
         if _is_large(tensor) and not tensor._form.varying:
             # The stand-in has few elements: torch is to abbreviate it all the same.
             with tensor_str.printoptions(threshold=0):

@@ -49,13 +49,14 @@ def keep(tensor: Any) -> Kept | None:
     """For who saves ``tensor`` for a backward pass; None of what is no leaf, or not ours."""
     if not hasattr(tensor, "_storage_") or not tensor.is_leaf:
         return None
-    own = vars(tensor)
-    known = own.get(_ATTRIBUTE)  # of others who have saved it where it is now
-    return own.setdefault(_ATTRIBUTE, Kept()) if known is None else known
+    if getattr(tensor, _ATTRIBUTE, None) is None:  # or of others who have saved it where it is now
+        setattr(tensor, _ATTRIBUTE, Kept())
+    return getattr(tensor, _ATTRIBUTE)
 
 
 def moves(tensor: Any) -> None:
     """``tensor`` is about to move to other memory."""
-    kept = vars(tensor).pop(_ATTRIBUTE, None)
+    kept = getattr(tensor, _ATTRIBUTE, None)
     if kept is not None:
+        delattr(tensor, _ATTRIBUTE)
         kept.memory = tensor._storage_, tensor._steps, tensor._form

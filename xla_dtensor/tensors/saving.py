@@ -42,7 +42,7 @@ def reduce_tensor(tensor: Any, own: frozenset[str]) -> tuple[Any, ...]:
         mesh,
         None if form.placements is None else tuple(map(_encoded, form.placements)),
         tensor.requires_grad,
-        getattr(tensor, "_is_param", False),
+        isinstance(tensor, torch.nn.Parameter),
         *rest,
     )
 

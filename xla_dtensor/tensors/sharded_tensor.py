@@ -76,7 +76,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         where = [f"device_mesh={self.device_mesh!r}", f"placements={self.placements}"]
-        return text_of(self, "XLAShardedTensor", where)
+        return text_of(self, type(self).__name__, where)
 
     def _has_become(self) -> None:
         self._local = None  # another part of the same memory may have the same version

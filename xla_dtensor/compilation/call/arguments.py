@@ -33,7 +33,8 @@ from xla_dtensor.compilation.objects.kinds_of_code import Stream, without_cells
 from xla_dtensor.compilation.objects.places import UNREAD, Attributes, Place
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.external_tensors import hooks_of
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES, requires_grad_of_tensor
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
+from xla_dtensor.tensors.base import requires_grad_of_tensor
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -200,12 +201,12 @@ class Arguments:
         if is_strict(cls):
             self._objects.append(("", value, value))
             return SameIdentity(value)
-        if isinstance(value, Ours):
-            return cls, self._tensor(value)
         if isinstance(value, torch.Tensor):
-            self.tensors.append(value)
             if cls is not torch.Tensor and not is_library_class(cls):
                 self._objects.append(("the class of ", value, cls))
+            if isinstance(value, Ours):
+                return cls, self._tensor(value)
+            self.tensors.append(value)
             return (
                 (cls, *value.shape),
                 value.stride(),

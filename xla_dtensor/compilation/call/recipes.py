@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.objects.kinds_of_code import Stream
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
 from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.subclasses import show_as
 
 
 class Recipe:
@@ -38,11 +40,13 @@ class NewTensor(Recipe):
         is_parameter: whether it is an ``nn.Parameter``.
         grad: of a leaf, the template of its gradient.
         refuses: why it can't be written to, see `Storage.refuses_writes`.
+        shown: the user's subclass of ``torch.Tensor`` that it is of, if it is of one.
     """
 
-    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses")
+    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses", "shown")
 
     def __init__(self, index: int, form: Form) -> None:
+        self.shown: Any = None
         self.index, self.form = index, form
         self.is_leaf = self.is_parameter = False
         self.grad: NewTensor | None = None
@@ -62,6 +66,8 @@ class NewTensor(Recipe):
                     tensor = made[id(self)] = torch.nn.Parameter(tensor.detach())
                 if self.grad is not None:
                     tensor.grad = self.grad.make(run)
+            if self.shown is not None:
+                show_as(tensor, self.shown)
         return tensor
 
     def shape(self, arguments: Any) -> tuple[int, ...] | None:
@@ -79,21 +85,25 @@ class ViewRecipe(Recipe):
     Attributes:
         of: the `NewTensor`, the argument's index, or the tensor.
         detached: whether it is no view to autograd.
+        shown: the user's subclass of ``torch.Tensor`` that it is of, if it is of one.
     """
 
-    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "steps")
+    __slots__ = ("_further", "cls", "detached", "form", "of", "requires_grad", "shown", "steps")
 
     def __init__(self, of: Any, further: tuple[Step, ...], detached: bool, view: Any) -> None:
         self.of, self.detached, self.requires_grad = of, detached, view.requires_grad
         self.cls, self.form, self.steps = type(view), view._form, view._steps
-        self._further = further
+        self._further, self.shown = further, None
         if is_at_traced(self.steps):
             raise PositionLeft("the step gives away a view at a position that is a number")
 
     def make(self, run: Run) -> Any:
         tensor = run.made.get(id(self))
         if tensor is None:
-            tensor = run.made[id(self)] = self._view(self._base(run))
+            with disable_function_of_subclasses():  # the step has asked them
+                tensor = run.made[id(self)] = self._view(self._base(run))
+            if self.shown is not None:
+                show_as(tensor, self.shown)
         return tensor
 
     def _base(self, run: Run) -> Any:

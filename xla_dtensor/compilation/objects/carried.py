@@ -17,6 +17,7 @@ from xla_dtensor.compilation.objects.places import MISSING, Place
 from xla_dtensor.compilation.objects.remade import is_record
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
+from xla_dtensor.tensors.subclasses import is_shown
 
 _TENSORS = (XLATensor, XLAShardedTensor, torch.Tensor)
 _PLAIN = frozenset({bool, str, int, float, types.NoneType, type(MISSING)})
@@ -56,7 +57,7 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
         symbolic: whether numbers may be those of a trace.
     """
     cls = type(value)
-    if cls in _TENSORS:
+    if cls in _TENSORS or (isinstance(value, torch.Tensor) and is_shown(value)):
         return cls is not torch.Tensor or not has_history(value)
     if cls in _PLAIN or (symbolic and issubclass(cls, torch.SymInt | torch.SymFloat)):
         return True

@@ -25,6 +25,7 @@ from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.mesh import current_mesh
 from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.subclasses import is_shown
 
 
 def text_of(value: Any) -> str:
@@ -32,6 +33,8 @@ def text_of(value: Any) -> str:
     if isinstance(value, Ours):
         form = value._form
         text = f"{list(form.shape)} {form.dtype}"
+        if is_shown(value):
+            text = f"{type(value).__name__} {text}"
         if form.placements is not None:
             text += f" {list(form.placements)}"
         return text + (", requires_grad" if value.requires_grad else "")

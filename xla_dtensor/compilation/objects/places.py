@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.compilation.code.reflection import dict_of
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 
 
 class _Missing:

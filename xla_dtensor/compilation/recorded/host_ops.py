@@ -25,6 +25,7 @@ from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
     disable_current_modes,
+    disable_function_of_subclasses,
     pytree,
     unseen,
 )
@@ -134,7 +135,8 @@ class HostOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(cls, Ours) for cls in types):
-            return func(*args, **kwargs)
+            with disable_function_of_subclasses():  # we are below it, but calling begins above it
+                return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if any(isinstance(x, Ours) for x in tensors):

@@ -29,6 +29,7 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.base import grad_of
 from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.subclasses import is_shown, shown_class
 
 
 class Outputs(Protocol):
@@ -100,6 +101,8 @@ class OutputRecipes:
         if known is None:
             make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
             known = self._known[id(value)] = value, make(value)
+            if is_shown(value) and isinstance(known[1], NewTensor | ViewRecipe):
+                known[1].shown = shown_class(type(value))
         return known[1]
 
     def gradient(self, grad: Any) -> NewTensor:

@@ -43,7 +43,8 @@ from xla_dtensor.compilation.code.reflection import (
 from xla_dtensor.compilation.code.threads import replaced
 from xla_dtensor.compilation.objects.places import Entries, Slots
 from xla_dtensor.compilation.watch.walk import Walk
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
+from xla_dtensor.tensors.subclasses import shown_class
 
 _HEAP_TYPE = 1 << 9
 # Nothing in the code says when an object is thrown away.
@@ -102,6 +103,7 @@ def making(walk: Walk, cls: type) -> None:
 
 def methods(walk: Walk, cls: type) -> None:
     """The methods and attributes that a class gives its objects."""
+    cls = shown_class(cls)
     if cls in walk.classes:
         return
     is_torch_s = issubclass(cls, nn.Module | Optimizer)

@@ -36,7 +36,7 @@ from xla_dtensor.compilation.watch.attributes import (
 )
 from xla_dtensor.compilation.watch.python_objects import of_dict
 from xla_dtensor.compilation.watch.walk import Followed, Walk
-from xla_dtensor.tensors.base import OWN_ATTRIBUTES
+from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 
 OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -89,7 +89,7 @@ def _is_ours(*tensors: torch.Tensor) -> bool:
 def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:
     """``parameter`` with what ``moved`` is; if something else holds it (a graph, a weak
     reference), the new one, the same for each module and optimizer that shares it."""
-    from xla_dtensor.tensors.base import OWN_ATTRIBUTES  # needs the device's name
+    from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES  # needs the device's name
 
     assert _moved.by_id is not None
     known = _moved.by_id.get(id(parameter))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from xla_dtensor.integration.distributed.context_parallel import causal_mask
 from xla_dtensor.integration.operators import flash_attention, recurrent
 from xla_dtensor.integration.operators.flash_attention import Attention
-from xla_dtensor.integration.patching.calls import dispatched, is_transformed
+from xla_dtensor.integration.patching.calls import are_others, dispatched, is_transformed
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.tensors.saved_leaves import keep
 
@@ -185,7 +185,8 @@ def _linear_input_grad_meta(grad_out: torch.Tensor, weight: torch.Tensor) -> tor
 def _linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if input.ndim < 2 or weight.ndim != 2 or is_transformed():
+    others = are_others(input, weight, bias)
+    if others or input.ndim < 2 or weight.ndim != 2 or is_transformed():
         return torch.ops.aten.linear.default.decompose(input, weight, bias)
     _check_leaves("aten::linear", input, weight, bias)
     return _Linear.apply(input, weight, bias)
@@ -249,6 +250,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    if are_others(query, key, value, attn_mask):
+        return torch.ops.aten.scaled_dot_product_attention.default.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     found = attention_otherwise(call)
     if found is not NotImplemented:

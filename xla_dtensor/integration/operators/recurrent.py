@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from xla_dtensor.base.torch_private import DispatchKey
-from xla_dtensor.integration.patching.calls import dispatched, is_transformed
+from xla_dtensor.integration.patching.calls import are_others, dispatched, is_transformed
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
@@ -297,7 +297,7 @@ def _kernel(mode: str, packed: bool) -> Callable[..., Any]:
         every = (mode, shape, (x, *states), params, has_biases, count)
         if is_transformed():
             return func.decompose(x, *rest)  # in Python, of what has a forward derivative
-        if not plain or not _fits(*every):
+        if not plain or are_others(x, *states, *params) or not _fits(*every):
             return func._op_dk(DispatchKey.CompositeImplicitAutograd, x, *rest)
         found = _layers(
             *(mode, steps, batch_sizes, states, params),

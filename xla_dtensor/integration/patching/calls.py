@@ -1,4 +1,4 @@
-"""Operations called by our autograd functions: `dispatched`, where `is_transformed` lets them."""
+"""Operations called by our autograd functions, and where torch takes composites apart instead."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def is_transformed() -> bool:
     """Whether ``torch.func`` or forward-mode AD is at work, which take composites apart and know no
     autograd functions like ours."""
     return functorch_interpreter() is not None or is_in_forward_ad()
+
+
+def are_others(*tensors: Any) -> bool:
+    """Whether one is a user's wrapper on our device, which gets what torch takes composites apart
+    to."""
+    from xla_dtensor.tensors.base import computes_itself
+
+    return any(map(computes_itself, map(type, tensors)))

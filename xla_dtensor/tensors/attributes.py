@@ -1,0 +1,32 @@
+"""What we keep on a tensor, and what of its ``__dict__`` is the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_dtensor.base import thread_state
+
+# What the classes and DTensor keep on a tensor; other attributes are the user's.
+OWN_ATTRIBUTES = frozenset(
+    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
+    | {"_summed"}
+)
+
+dict_of_tensor: Any = vars(torch.Tensor)["__dict__"]
+"""What gives and sets a tensor's ``__dict__``, past ours."""
+
+
+def users_of(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What of a tensor's attributes isn't ours."""
+    return {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES}
+
+
+def set_attributes(tensor: Any, given: dict[str, Any]) -> None:
+    """Libraries (fastai) assign all that is kept on one tensor to another: not what we keep."""
+    if not thread_state.swaps_tensors():
+        before = dict_of_tensor.__get__(tensor)
+        own = {name: value for name, value in before.items() if name in OWN_ATTRIBUTES}
+        given = {**users_of(given), **own}
+    dict_of_tensor.__set__(tensor, given)
