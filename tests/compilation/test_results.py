@@ -570,6 +570,40 @@ def eager_history_overwritten(place: Place, compile: Compile) -> list[Any]:
     return [x.grad]
 
 
+@program
+def leaves_of_an_argument(place: Place, compile: Compile) -> list[Any]:
+    """Each call makes others, of the memory that it is given."""
+
+    def made(x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            part = x[1:]
+        return [x.detach().requires_grad_(), torch.nn.Parameter(x.detach()), part.requires_grad_()]
+
+    step, found = compile(made), []
+    for seed in (1, 2, 3):
+        x = place(numbers(seed, 8, 4))
+        for tensor in step(x):
+            (tensor * seed).sum().backward()
+            found += [type(tensor) is torch.nn.Parameter, tensor.is_leaf, tensor, tensor.grad]
+            with torch.no_grad():
+                x.mul_(2)
+    return found
+
+
+@program
+def a_leaf_with_a_gradient(place: Place, compile: Compile) -> list[Any]:
+    def made(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.detach().requires_grad_()
+        y.square().sum().backward()
+        return y, torch.autograd.grad(y.sin().sum(), y)[0]
+
+    step, found = compile(made), []
+    for seed in (1, 2, 3):
+        y, grad = step(place(numbers(seed, 8, 4)))
+        found += [y, y.grad, grad]
+    return found
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -360,8 +360,8 @@ IN_FLIGHT = Fault(
     platforms=("cpu",),
 )
 WRONG_ADDRESSES = Fault(
-    "LLVM's loop strength reduction makes a large fused loop of the CPU's backend (a dozen operands "
-    "and more, written to a position and padded) read other elements than it should.",
+    "LLVM's loop strength reduction makes a large fused loop of the CPU's backend (of a dozen "
+    "operands and more, written to a position and padded) read other elements than it should.",
     "runtime/xla_flags.py:NO_STRENGTH_REDUCTION",
     _HERE + "test_addresses_in_large_loops",
     platforms=("cpu",),

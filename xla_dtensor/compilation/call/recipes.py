@@ -36,20 +36,15 @@ class NewTensor(Recipe):
     """A tensor that each call makes anew: output ``index`` in ``form``.
 
     Attributes:
-        is_leaf: whether it requires grad, and has no history.
-        is_parameter: whether it is an ``nn.Parameter``.
-        grad: of a leaf, the template of its gradient.
         refuses: why it can't be written to, see `Storage.refuses_writes`.
         shown: the user's subclass of ``torch.Tensor`` that it is of, if it is of one.
     """
 
-    __slots__ = ("form", "grad", "index", "is_leaf", "is_parameter", "refuses", "shown")
+    __slots__ = ("form", "index", "refuses", "shown")
 
     def __init__(self, index: int, form: Form) -> None:
         self.shown: Any = None
         self.index, self.form = index, form
-        self.is_leaf = self.is_parameter = False
-        self.grad: NewTensor | None = None
         self.refuses: str | None = None
 
     def make(self, run: Run) -> Any:
@@ -60,12 +55,6 @@ class NewTensor(Recipe):
             array = run.arrays[outputs.position[index]]
             tensor = made[id(self)] = new_tensor(array, outputs.forms[index])
             tensor._storage_.refuses_writes = self.refuses
-            if self.is_leaf:
-                tensor.requires_grad_()
-                if self.is_parameter:
-                    tensor = made[id(self)] = torch.nn.Parameter(tensor.detach())
-                if self.grad is not None:
-                    tensor.grad = self.grad.make(run)
             if self.shown is not None:
                 show_as(tensor, self.shown)
         return tensor
@@ -126,6 +115,40 @@ class ViewRecipe(Recipe):
 
     def shape(self, arguments: Any) -> tuple[int, ...] | None:
         return tuple(self.form.shape)
+
+
+class Leaf(Recipe):
+    """A tensor that requires grad and has no history.
+
+    Attributes:
+        of: the recipe of its memory, which no other result has.
+        is_parameter: whether it is an ``nn.Parameter``.
+        grad: the template of its gradient.
+        shown: the user's subclass of ``torch.Tensor`` that it is of, if it is of one.
+    """
+
+    __slots__ = ("grad", "is_parameter", "of", "shown")
+
+    def __init__(self, of: NewTensor | ViewRecipe, is_parameter: bool) -> None:
+        self.of, self.is_parameter = of, is_parameter
+        self.grad: NewTensor | None = None
+        self.shown: Any = None
+
+    def make(self, run: Run) -> Any:
+        tensor = run.made.get(id(self))
+        if tensor is None:
+            tensor = self.of.make(run).requires_grad_()
+            if self.is_parameter:
+                tensor = torch.nn.Parameter(tensor.detach())
+            run.made[id(self)] = tensor
+            if self.grad is not None:
+                tensor.grad = self.grad.make(run)
+            if self.shown is not None:
+                show_as(tensor, self.shown)
+        return tensor
+
+    def shape(self, arguments: Any) -> tuple[int, ...] | None:
+        return self.of.shape(arguments)
 
 
 class FixedObject(Recipe):

@@ -15,6 +15,7 @@ from xla_dtensor.compilation.call.recipes import (
     ComputedNumber,
     FixedObject,
     HostTensor,
+    Leaf,
     LeafGradient,
     NewTensor,
     ViewRecipe,
@@ -101,7 +102,7 @@ class OutputRecipes:
         if known is None:
             make = self._made_by_the_step if self._trace.owns(value._storage_) else self._outside
             known = self._known[id(value)] = value, make(value)
-            if is_shown(value) and isinstance(known[1], NewTensor | ViewRecipe):
+            if is_shown(value) and isinstance(known[1], NewTensor | ViewRecipe | Leaf):
                 known[1].shown = shown_class(type(value))
         return known[1]
 
@@ -133,7 +134,7 @@ class OutputRecipes:
     def _made_by_the_step(self, value: Any) -> Any:
         storage = value._storage_
         if value.requires_grad and value.is_leaf:
-            return self._leaf(value)
+            return self._leaf(value, self._copy(value))
         if value.requires_grad:
             root = value._base if value._is_view() else value
             further = _further(value, root)
@@ -180,20 +181,25 @@ class OutputRecipes:
             self._history.add(template, root)
         return template
 
-    def _leaf(self, value: Any) -> NewTensor:
-        template = self._copy(value)
-        template.is_leaf = True
-        template.is_parameter = isinstance(value, torch.nn.Parameter)
+    def _leaf(self, value: Any, of: NewTensor | ViewRecipe) -> Leaf:
+        leaf = Leaf(of, isinstance(value, torch.nn.Parameter))
         self._leaves.append(value)
         if grad_of(value) is not None:
-            template.grad = self._traced.template(grad_of(value))
-        return template
+            leaf.grad = self._traced.template(grad_of(value))
+        return leaf
 
     # --- memory from outside -------------------------------------------------------------------
 
     def _outside(self, value: Any) -> Any:
-        if id(value) in self._watch.reached.tensors or (value.requires_grad and value.is_leaf):
+        if id(value) in self._watch.reached.tensors:
             return FixedObject(value)
+        if value.requires_grad and value.is_leaf:
+            # Of an argument's memory the step has made it, in each call another one.
+            of = self._argument(value)
+            if of is None:
+                return FixedObject(value)
+            further = value._steps[len(self._arguments.tensors[of]._steps) :]
+            return self._leaf(value, ViewRecipe(of, further, True, value))
         for outside in self._trace.outside.values():
             leaf = outside.get()
             if leaf is not None and outside.takes_gradient and grad_of(leaf) is value:
@@ -212,6 +218,13 @@ class OutputRecipes:
             or not (value._is_view() and any(value._base is t for t in (base, base._base)))
         )
         return ViewRecipe(of, value._steps[len(base._steps) :], detached, value)
+
+    def _argument(self, value: Any) -> int | None:
+        """The argument that shows the same memory, or most of it."""
+        tensors = enumerate(self._arguments.tensors)
+        found = [i for i, t in tensors if isinstance(t, Ours) and _further(value, t) is not None]
+        steps = lambda i: len(self._arguments.tensors[i]._steps)
+        return max(found, key=steps, default=None)
 
     def _base(self, value: Any) -> tuple[Any, Any] | None:
         """The tensor from outside that shows the same memory, or most of it: what finds it in a
