@@ -584,7 +584,7 @@ def leaves_of_an_argument(place: Place, compile: Compile) -> list[Any]:
         x = place(numbers(seed, 8, 4))
         for tensor in step(x):
             (tensor * seed).sum().backward()
-            found += [type(tensor) is torch.nn.Parameter, tensor.is_leaf, tensor, tensor.grad]
+            found += [isinstance(tensor, torch.nn.Parameter), tensor.is_leaf, tensor, tensor.grad]
             with torch.no_grad():
                 x.mul_(2)
     return found

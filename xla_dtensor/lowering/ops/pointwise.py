@@ -66,7 +66,7 @@ _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "log1p": jnp.log1p,
     "log2": jnp.log2,
     "rad2deg": jnp.rad2deg,
-    "reciprocal": lambda x: 1 / x,
+    "reciprocal": lambda x: div(1, x),
     "rsqrt": lambda x: 1 / jnp.sqrt(x) if is_complex(x) else jax.lax.rsqrt(x),
     "sigmoid": jax.lax.logistic,
     "sin": jnp.sin,
@@ -209,14 +209,32 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
 # ------------------------------------------------------------------------------- arithmetic
 
 
+def _as_rounded(x, result):
+    """``result``, computed from ``x`` and NaN wherever that is, as it is rounded here.
+
+    XLA rearranges what it sees through: it divides by multiplying with the reciprocal, by a product
+    where torch divides twice, and adds up two numbers that are added one after the other, so that
+    ``x + c - c`` is ``x`` however large ``c`` (which rounds). It sees through no choice, and
+    choosing costs little beside reading ``x``.
+    """
+    return result if is_integral(result) or is_complex(result) else jnp.where(x != x, x, result)
+
+
 @lowers("add.Tensor", "add.Scalar")
 def add(x, y, alpha=1):
     if _are_half(x, y) and is_exactly(alpha, 1):
         # As rounded as a sum in float32, which has more than twice their digits. XLA sees that what
         # devices add up, and then is added, can be added first: gradients of one tensor.
         return x + y
+    number = _is_number(y)
     x, y = promote_for_math(x, y)
-    return x + y * alpha
+    result = x + y * alpha
+    return _as_rounded(x, result) if number else result
+
+
+def _is_number(x):
+    """Whether it is a number of the program's, which XLA may compute with when it compiles."""
+    return isinstance(x, int | float)
 
 
 def _are_half(x, y):
@@ -235,8 +253,10 @@ def sub(x, y, alpha=1):
             "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying "
             "to invert a mask, use the `~` or `logical_not()` operator instead."
         )
+    numbers = _is_number(x), _is_number(y)
     x, y = promote_for_math(x, y)
-    return x - y * alpha
+    result = x - y * alpha
+    return _as_rounded(y if numbers[0] else x, result) if any(numbers) else result
 
 
 @lowers("rsub.Tensor", "rsub.Scalar")
@@ -253,7 +273,10 @@ def mul(x, y):
 @lowers("div.Tensor", "div.Scalar", "true_divide.Tensor", "true_divide.Scalar")
 def div(x, y):
     x, y = promote_to_float(x, y)
-    return x / y
+    if is_complex(x):
+        return x / y
+    one = x if x.shape == jnp.broadcast_shapes(x.shape, y.shape) else y
+    return _as_rounded(one, x / jnp.where(one != one, 1, y))
 
 
 @lowers("div.Tensor_mode", "div.Scalar_mode")
