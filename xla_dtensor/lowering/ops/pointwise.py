@@ -66,7 +66,7 @@ _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "log1p": jnp.log1p,
     "log2": jnp.log2,
     "rad2deg": jnp.rad2deg,
-    "reciprocal": lambda x: div(1, x),
+    "reciprocal": lambda x: _quotient(jnp.ones((), x.dtype), x),
     "rsqrt": lambda x: 1 / jnp.sqrt(x) if is_complex(x) else jax.lax.rsqrt(x),
     "sigmoid": jax.lax.logistic,
     "sin": jnp.sin,
@@ -209,13 +209,14 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
 # ------------------------------------------------------------------------------- arithmetic
 
 
-def _as_rounded(x, result):
+def _as_rounded(x: jax.Array, result: jax.Array) -> jax.Array:
     """``result``, computed from ``x`` and NaN wherever that is, as it is rounded here.
 
     XLA rearranges what it sees through: it divides by multiplying with the reciprocal, by a product
-    where torch divides twice, and adds up two numbers that are added one after the other, so that
-    ``x + c - c`` is ``x`` however large ``c`` (which rounds). It sees through no choice, and
-    choosing costs little beside reading ``x``.
+    where torch divides twice, adds up two numbers that are added one after the other, so that
+    ``x + c - c`` is ``x`` however large ``c`` (which rounds), and leaves out the rounding of a
+    product that is added to something (``x * x - y * y`` isn't 0 of equal numbers then). It sees
+    through no choice, and choosing costs nothing beside reading ``x`` (`docs/design.md`).
     """
     return result if is_integral(result) or is_complex(result) else jnp.where(x != x, x, result)
 
@@ -230,6 +231,11 @@ def add(x, y, alpha=1):
     x, y = promote_for_math(x, y)
     result = x + y * alpha
     return _as_rounded(x, result) if number else result
+
+
+def _larger(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The one of two operands that has the result's shape, or either."""
+    return x if x.shape == jnp.broadcast_shapes(x.shape, y.shape) else y
 
 
 def _is_number(x):
@@ -267,15 +273,18 @@ def rsub(x, y, alpha=1):
 @lowers("mul.Tensor", "mul.Scalar")
 def mul(x, y):
     x, y = promote_for_math(x, y)
-    return x * y
+    return _as_rounded(_larger(x, y), x * y)
 
 
 @lowers("div.Tensor", "div.Scalar", "true_divide.Tensor", "true_divide.Scalar")
 def div(x, y):
-    x, y = promote_to_float(x, y)
+    return _quotient(*promote_to_float(x, y))
+
+
+def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     if is_complex(x):
         return x / y
-    one = x if x.shape == jnp.broadcast_shapes(x.shape, y.shape) else y
+    one = _larger(x, y)
     return _as_rounded(one, x / jnp.where(one != one, 1, y))
 
 
