@@ -38,12 +38,6 @@ def _folders(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in files if f is not None)
 
 
-def is_called_through(folder: str) -> bool:
-    """Whether code of a folder of torch's (``"distributions"``) is at work."""
-    path = os.path.join(os.path.dirname(sys.modules["torch"].__file__ or ""), folder) + os.sep
-    return any(frame.f_code.co_filename.startswith(path) for frame, _ in traceback.walk_stack(None))
-
-
 def user_line() -> str:
     """For the end of a message: ``"at train.py:12: loss.item()"`` in a line of its own."""
     frame = user_frame()

@@ -228,6 +228,20 @@ def _assert_async(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     assert_true(args[0], args[1] if len(args) > 1 else kwargs.get("assert_msg", message))
 
 
+@handles("aten::_is_all_true.default")
+def _is_all_true(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """In a step it is asserted, and true: who asks (``torch.distributions`` of its arguments,
+    ``torch._check_tensor_all``) raises where it isn't."""
+    if executor.trace() is None:
+        return NotImplemented
+    message = (
+        "values that have to be valid aren't (of an argument of torch.distributions, or of what "
+        "torch._check_tensor_all was given); outside of a compiled step the error says which"
+    )
+    assert_true(args[0].all(), message, ValueError)
+    return torch.ones((), dtype=torch.bool)
+
+
 @handles("aten::detach_.default")
 def _detach_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0]  # autograd has done it already

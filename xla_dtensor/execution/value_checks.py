@@ -173,11 +173,15 @@ def trace(checked: tuple[Checked, ...], call: Any, trace: Any) -> None:
         trace.assertions.append((numbers, _Judge(one, here())))
 
 
-def assert_true(tensor: Any, message: str) -> None:
+def assert_true(tensor: Any, message: str, kind: Callable[[str], Exception] = RuntimeError) -> None:
     """``torch._assert_async``: at once, or as an output of the step that is traced.
 
+    Args:
+        kind: makes the error of what doesn't hold.
+
     Raises:
-        RuntimeError: it doesn't hold; or it isn't of one element.
+        Exception: it doesn't hold.
+        RuntimeError: it isn't of one element.
     """
     form: Form = tensor._form
     if math.prod(form.shape) != 1:
@@ -186,7 +190,7 @@ def assert_true(tensor: Any, message: str) -> None:
     current = executor.trace()
 
     def judge(holds: int, _: int) -> Exception | None:
-        return None if holds else RuntimeError(f"{message}{line}")
+        return None if holds else kind(f"{message}{line}")
 
     line = ""
     if current is None:

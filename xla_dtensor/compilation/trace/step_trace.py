@@ -21,7 +21,7 @@ from xla_dtensor.base import assertions, executor, thread_state
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.random import rng
-from xla_dtensor.base.source_line import is_called_through, user_line
+from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
@@ -305,10 +305,6 @@ class StepTrace(Tracing):
             "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
             "from the step and look at it there, or move this line out of the compiled function"
         )
-        if is_called_through("distributions"):
-            way = (
-                "Give the distribution validate_args=False: what checks its arguments looks at them"
-            )
         raise DataDependentError(
             f"{what} needs a value that doesn't exist while the step is compiled"
             f"{user_line()}\n{way}"
