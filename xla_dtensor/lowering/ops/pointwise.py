@@ -15,6 +15,7 @@ import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.kinds import Kind, are
+from xla_dtensor.lowering.ops.rounded import rounded
 from xla_dtensor.lowering.partitioned.per_slice import elementwise
 from xla_dtensor.lowering.promotion import (
     converted,
@@ -66,7 +67,7 @@ _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "log1p": jnp.log1p,
     "log2": jnp.log2,
     "rad2deg": jnp.rad2deg,
-    "reciprocal": lambda x: _quotient(jnp.ones((), x.dtype), x),
+    "reciprocal": lambda x: rounded("div", jnp.ones((), x.dtype), x),
     "rsqrt": lambda x: 1 / jnp.sqrt(x) if is_complex(x) else jax.lax.rsqrt(x),
     "sigmoid": jax.lax.logistic,
     "sin": jnp.sin,
@@ -209,18 +210,6 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
 # ------------------------------------------------------------------------------- arithmetic
 
 
-def _as_rounded(x: jax.Array, result: jax.Array) -> jax.Array:
-    """``result``, computed from ``x`` and NaN wherever that is, as it is rounded here.
-
-    XLA rearranges what it sees through: it divides by multiplying with the reciprocal, by a product
-    where torch divides twice, adds up two numbers that are added one after the other, so that
-    ``x + c - c`` is ``x`` however large ``c`` (which rounds), and leaves out the rounding of a
-    product that is added to something (``x * x - y * y`` isn't 0 of equal numbers then). It sees
-    through no choice, and choosing costs nothing beside reading ``x`` (`docs/design.md`).
-    """
-    return result if is_integral(result) or is_complex(result) else jnp.where(x != x, x, result)
-
-
 @lowers("add.Tensor", "add.Scalar")
 def add(x, y, alpha=1):
     if _are_half(x, y) and is_exactly(alpha, 1):
@@ -229,13 +218,7 @@ def add(x, y, alpha=1):
         return x + y
     number = _is_number(y)
     x, y = promote_for_math(x, y)
-    result = x + y * alpha
-    return _as_rounded(x, result) if number else result
-
-
-def _larger(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The one of two operands that has the result's shape, or either."""
-    return x if x.shape == jnp.broadcast_shapes(x.shape, y.shape) else y
+    return rounded("add", x, y * alpha) if number else x + y * alpha
 
 
 def _is_number(x):
@@ -259,10 +242,9 @@ def sub(x, y, alpha=1):
             "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying "
             "to invert a mask, use the `~` or `logical_not()` operator instead."
         )
-    numbers = _is_number(x), _is_number(y)
+    number = _is_number(x) or _is_number(y)
     x, y = promote_for_math(x, y)
-    result = x - y * alpha
-    return _as_rounded(y if numbers[0] else x, result) if any(numbers) else result
+    return rounded("sub", x, y * alpha) if number else x - y * alpha
 
 
 @lowers("rsub.Tensor", "rsub.Scalar")
@@ -273,19 +255,12 @@ def rsub(x, y, alpha=1):
 @lowers("mul.Tensor", "mul.Scalar")
 def mul(x, y):
     x, y = promote_for_math(x, y)
-    return _as_rounded(_larger(x, y), x * y)
+    return rounded("mul", x, y)
 
 
 @lowers("div.Tensor", "div.Scalar", "true_divide.Tensor", "true_divide.Scalar")
 def div(x, y):
-    return _quotient(*promote_to_float(x, y))
-
-
-def _quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    if is_complex(x):
-        return x / y
-    one = _larger(x, y)
-    return _as_rounded(one, x / jnp.where(one != one, 1, y))
+    return rounded("div", *promote_to_float(x, y))
 
 
 @lowers("div.Tensor_mode", "div.Scalar_mode")
