@@ -31,8 +31,10 @@ from xla_dtensor.execution import lazy
 from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs, xla_flags
 
-if os.environ["JAX_PLATFORMS"] == "cpu" and "XLA_DTENSOR_TESTS_OPTIMIZED" not in os.environ:
-    xla_flags.add(*xla_flags.QUICK_COMPILES)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    xla_flags.add(xla_flags.NO_STRENGTH_REDUCTION)  # as the package does where it starts JAX
+    if "XLA_DTENSOR_TESTS_OPTIMIZED" not in os.environ:
+        xla_flags.add(*xla_flags.QUICK_COMPILES)
 quick_jax.start()
 
 MESHES = {

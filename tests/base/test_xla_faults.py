@@ -211,6 +211,13 @@ def test_layouts_of_transforms() -> None:
     check("2x4", transform, [counted(16, 16)], [P(("a", "b"))], P("b", "a"))
 
 
+@still_there
+def test_nans_in_extremes() -> None:
+    x = counted(4, 4)
+    x[0, 0] = np.nan
+    check("2x4", lambda x: jnp.max(x, 0), [x], [P("a")], P())
+
+
 LARGE_LOOP = """
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax

@@ -359,6 +359,11 @@ IN_FLIGHT = Fault(
     "tests/runtime/test_in_flight.py::test_by_jax_alone",
     platforms=("cpu",),
 )
+LOST_NANS = Fault(
+    "What devices found is brought together by a maximum (a minimum) that leaves out NaNs.",
+    "lowering/partitioned/extremes.py:greatest",
+    _HERE + "test_nans_in_extremes",
+)
 WRONG_ADDRESSES = Fault(
     "LLVM's loop strength reduction makes a large fused loop of the CPU's backend (of a dozen "
     "operands and more, written to a position and padded) read other elements than it should.",

@@ -23,6 +23,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.tables.cache import Interned
 from xla_dtensor.base.torch_private import DTensorSpec, TensorMeta
 from xla_dtensor.errors import MeshMismatchError, PlacementError
+from xla_dtensor.lowering.partitioned.extremes import of_parts
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, frames_stay, mesh_dim_axes
 
 if TYPE_CHECKING:
@@ -277,16 +278,7 @@ class Form:
 
 def reduce(array: jax.Array, reduce_op: str, axes: tuple[int, ...]) -> jax.Array:
     """``array`` reduced over ``axes`` with a ``Partial`` placement's reduction."""
-    import jax.numpy as jnp
-
-    functions: dict[str, Any] = {
-        "sum": jnp.sum,
-        "avg": jnp.mean,
-        "max": jnp.max,
-        "min": jnp.min,
-        "product": jnp.prod,
-    }
-    return functions[reduce_op](array, axis=axes).astype(array.dtype)
+    return of_parts(array, axes, reduce_op).astype(array.dtype)
 
 
 _forms: Interned[tuple[Any, ...], Form] = Interned("forms", 2048)

@@ -122,11 +122,17 @@ class _Recurrence(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         found: Sequence[Any]
         if torch.is_grad_enabled():  # differentiated again
+            # By themselves: two may come from one tensor, and each has a gradient of its own.
+            inputs = tuple(x if x is None else x.view_as(x) for x in inputs)
             results = _step_by_step(mode, reverse, batch_sizes, *inputs)
             given = [(r, g) for r, g in zip(results, grads, strict=False) if g is not None]
             wanted = [x for x, of in zip(inputs, needed, strict=True) if of]
             each = torch.autograd.grad(
-                [r for r, _ in given], wanted, [g for _, g in given], create_graph=True
+                [r for r, _ in given],
+                wanted,
+                [g for _, g in given],
+                create_graph=True,
+                allow_unused=True,
             )
             of_wanted = iter(each)
             found = [next(of_wanted) if of else None for of in needed]

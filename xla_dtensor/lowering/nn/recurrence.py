@@ -33,7 +33,8 @@ def _tanh(of_input: jax.Array, of_hidden: jax.Array, h: jax.Array, c: Any) -> tu
 
 
 def _relu(of_input: jax.Array, of_hidden: jax.Array, h: jax.Array, c: Any) -> tuple[Any, Any]:
-    return jax.nn.relu(of_input + of_hidden), None
+    gates = of_input + of_hidden
+    return jnp.where(gates <= 0, 0, gates), None  # whose gradient lets NaNs through, as torch's
 
 
 _CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}

@@ -334,6 +334,8 @@ def pow_scalar(x, y):
     if isinstance(y, bool | int) or (isinstance(y, float) and y.is_integer() and abs(y) <= 3):
         if is_integral(base) and y < 0:
             raise RuntimeError("Integers to negative integer powers are not allowed.")
+        if y in (2, 3):  # as one product after the other, whatever is computed with it
+            return functools.reduce(functools.partial(rounded, "mul"), [base] * int(y))
         return jax.lax.integer_pow(base.astype(np.int64) if base.dtype == bool else base, int(y))
     if y == 0.5:
         return jnp.sqrt(base)

@@ -12,6 +12,7 @@ import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
+from xla_dtensor.lowering.partitioned.extremes import greatest, least
 from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, scan
 from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
 from xla_dtensor.lowering.registry import lowers
@@ -142,12 +143,12 @@ def _hash(axes, keepdim, x):
 
 @lowers("amax")
 def amax(x, dim=(), keepdim=False):
-    return jnp.max(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return greatest(x, axes_of(dim, x.ndim), keepdim)
 
 
 @lowers("amin")
 def amin(x, dim=(), keepdim=False):
-    return jnp.min(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return least(x, axes_of(dim, x.ndim), keepdim)
 
 
 @lowers("aminmax")
@@ -157,12 +158,12 @@ def aminmax(x, *, dim=None, keepdim=False):
 
 @lowers("max.default")
 def max_all(x):
-    return jnp.max(x)
+    return greatest(x)
 
 
 @lowers("min.default")
 def min_all(x):
-    return jnp.min(x)
+    return least(x)
 
 
 @lowers("argmax")
@@ -291,8 +292,10 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     x = cast(x, math_dtype(target))
     options = {"axis": axes_of(dim, x.ndim), "keepdims": keepdim}
     if np.isinf(ord):
-        x = jnp.abs(x)
-        return jnp.max(x, initial=0, **options) if ord > 0 else jnp.min(x, **options)
+        x, axes = jnp.abs(x), options["axis"]
+        if x.size == 0 and ord > 0:
+            return jnp.max(x, initial=0, **options)
+        return greatest(x, axes, keepdim) if ord > 0 else least(x, axes, keepdim)
     total = _power_sum(x, ord, options)
     if ord == 2:
         return jnp.sqrt(total)

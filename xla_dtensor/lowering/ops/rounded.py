@@ -47,11 +47,16 @@ def rounded(operation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _written_out(operation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    one = x if x.ndim >= y.ndim else y  # wherever it is NaN so is the result
-    is_nan = one != one
-    if operation == "div":  # a divisor that is a quotient or a root is joined with it, too
-        y = jnp.where(is_nan, 1, y)
-    return jnp.where(is_nan, one, _PLAIN[operation](x, y))
+    if operation == "div":
+        # A divisor that is a quotient or a root is joined with it, and one number is inverted once.
+        one = x if x.ndim >= y.ndim else y
+        result = x / jnp.where(one != one, 1, y)
+        if one is y:
+            result = jnp.where(y != y, y, result)
+    else:
+        result = _PLAIN[operation](x, y)
+    # By the result: what an operand's rows have would be looked at once, outside of the loop.
+    return jnp.where(result != result, jnp.nan, result)
 
 
 def _jvp(operation: str, primals: Any, tangents: Any) -> Any:
