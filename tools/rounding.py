@@ -39,6 +39,9 @@ EXACT: dict[str, Program] = {
     "x * 1e30 / 1e30": lambda x, y, z: (x * 1e20) * 1e30 / 1e30,
     "x * y + z": lambda x, y, z: x * y + z,
     "x * x - y * y, of equal numbers": lambda x, y, z: x * x - x.clone() * x.clone(),
+    "column * row + column": lambda x, y, z: x[:64, None] * y[:64] + x[:64, None],
+    "column / row": lambda x, y, z: x[:64, None] / y[:64],
+    "x ** 2 + z, x ** 3 - z": lambda x, y, z: torch.stack([x**2 + z, x**3 - z, x.square() + z]),
     "x - 0.1 * (0.9 * y + z)": lambda x, y, z: x - 0.1 * (0.9 * y + z),
     "torch.add(x, y, alpha=0.3)": lambda x, y, z: torch.add(x, y, alpha=0.3),
     "addcmul, addcdiv, lerp": lambda x, y, z: torch.stack(
@@ -57,6 +60,9 @@ EXACT: dict[str, Program] = {
     "to int8, int32, int64": lambda x, y, z: x.to(torch.int8).int() + x.int() + x.long(),
     "to bfloat16 and back, / 3": lambda x, y, z: x.bfloat16().float() / 3,
     "float16: x * y, x / 3": lambda x, y, z: (x.half() * y.half()).float() + (x.half() / 3).float(),
+    "bfloat16: x + 0.1, add(x, y, alpha=0.1)": lambda x, y, z: torch.stack(
+        [x.bfloat16() + 0.1, 0.1 - x.bfloat16(), x.bfloat16().add(y.bfloat16(), alpha=0.1)]
+    ),
     "float64: x / 3 * y + z": lambda x, y, z: x.double() / 3 * y.double() + z.double(),
 }
 """What is equal to the bit, eagerly and compiled."""

@@ -147,6 +147,34 @@ def test_gradients_of_gradients(name: str, place: str, mesh_2x4: DeviceMesh) -> 
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
+def test_a_graph_of_gradients_of_a_carried_state(name: str, mesh_2x4: DeviceMesh) -> None:
+    """What a layer saves has a history that reaches its weights, too."""
+    reference, model = twins(*MODULES[name], "device", mesh_2x4)
+    x = torch.randn(2, 2, 3, requires_grad=True)
+
+    def gradients(own: nn.Module, x: torch.Tensor) -> Any:
+        state, loss = None, torch.zeros((), device=x.device)
+        for i in range(3):
+            out, state = own(x * (i + 1), state)
+            loss = loss + out.square().sum()
+        return torch.autograd.grad(loss, [x, *own.parameters()], create_graph=True)
+
+    ours = gradients(model, put(x, "device", mesh_2x4, 0))
+    for actual, expected in zip(ours, gradients(reference, x), strict=True):
+        torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nans_go_back_through_relus(mesh_2x4: DeviceMesh) -> None:
+    reference, model = twins(*MODULES["rnn"], "device", mesh_2x4)
+    x = torch.randn(2, 2, 3)
+    x[0, 0, 0] = torch.nan
+    for own in (reference, model):
+        own(x.to(own.weight_ih_l0.device))[0].sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.cpu(), q.grad, equal_nan=True)
+
+
 def test_gradients_of_gradients_of_packed_sequences(mesh_2x4: DeviceMesh) -> None:
     reference, model = twins(*MODULES["lstm"], "device", mesh_2x4)
     x = torch.randn(5, 3, 3, requires_grad=True)

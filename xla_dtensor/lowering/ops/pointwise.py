@@ -20,6 +20,7 @@ from xla_dtensor.lowering.partitioned.per_slice import elementwise
 from xla_dtensor.lowering.promotion import (
     converted,
     is_exactly,
+    math_dtype,
     promote,
     promote_for_math,
     promote_to_float,
@@ -217,8 +218,17 @@ def add(x, y, alpha=1):
         # devices add up, and then is added, can be added first: gradients of one tensor.
         return x + y
     number = _is_number(y)
-    x, y = promote_for_math(x, y)
-    return rounded("add", x, y * alpha) if number else x + y * alpha
+    x, y = _terms(x, y, alpha)
+    return rounded("add", x, y) if number else x + y
+
+
+def _terms(x, y, alpha):
+    """``x`` and ``alpha * y``. Of half precision torch rounds numbers before it adds."""
+    x, y = promote(x, y)
+    wide = math_dtype(x.dtype)
+    if wide != x.dtype and not is_exactly(alpha, 1):
+        alpha = jnp.asarray(alpha).astype(x.dtype).astype(wide)
+    return x.astype(wide), y.astype(wide) * alpha
 
 
 def _is_number(x):
@@ -243,8 +253,8 @@ def sub(x, y, alpha=1):
             "to invert a mask, use the `~` or `logical_not()` operator instead."
         )
     number = _is_number(x) or _is_number(y)
-    x, y = promote_for_math(x, y)
-    return rounded("sub", x, y * alpha) if number else x - y * alpha
+    x, y = _terms(x, y, alpha)
+    return rounded("sub", x, y) if number else x - y
 
 
 @lowers("rsub.Tensor", "rsub.Scalar")
