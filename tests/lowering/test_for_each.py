@@ -38,7 +38,8 @@ def check(found: Any, rows: list[list[np.ndarray]]) -> None:
     assert len(found) == len(rows)
     for results, arrays in zip(found, rows, strict=True):
         for result, wanted in zip(results, expected(*arrays), strict=True):
-            np.testing.assert_array_equal(result, wanted)
+            # A product that is added to is rounded with less effort alone (make test-optimized).
+            np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-6)
 
 
 def on_all(rows: Any) -> Any:
@@ -78,7 +79,7 @@ def test_over_a_batch() -> None:
         return first, second
 
     first, second = jax.vmap(rows, in_axes=(0, None, None))(*given)
-    np.testing.assert_array_equal(first, value * 3 + 1)
+    np.testing.assert_allclose(first, value * 3 + 1, rtol=1e-6)
     np.testing.assert_array_equal(second, np.full((2, 3), 7.0))
 
 
