@@ -51,6 +51,9 @@ EXACT: dict[str, Program] = {
     "floor_divide, div(rounding_mode=)": lambda x, y, z: torch.stack(
         [x // 0.3, torch.div(x, y, rounding_mode="floor"), torch.div(x, y, rounding_mode="trunc")]
     ),
+    "div(k * 0.7, 0.7, rounding_mode='trunc')": lambda x, y, z: torch.div(
+        x.round() * 0.7, 0.7, rounding_mode="trunc"
+    ),
     "round, floor, ceil, trunc, frac": lambda x, y, z: torch.stack(
         [(x / 0.1).round(), x.floor(), x.ceil(), x.trunc(), x.frac()]
     ),

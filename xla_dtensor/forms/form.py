@@ -232,7 +232,7 @@ class Form:
     def _reduce(self, array: jax.Array) -> jax.Array:
         assert self.placements is not None
         reduce_op = self.placements[self.unreduced[0]].reduce_op
-        return reduce(array, reduce_op, tuple(range(len(self.unreduced))))
+        return of_parts(array, tuple(range(len(self.unreduced))), reduce_op)
 
     def __repr__(self) -> str:
         where = f"{self.mesh!r}, {list(self.placements or ())}" if self.mesh else f"{self.frame}"
@@ -274,11 +274,6 @@ class Form:
             raise MeshMismatchError(
                 f"{what}: a tensor of shape {list(self.shape)} varies along {missing} of {why}"
             )
-
-
-def reduce(array: jax.Array, reduce_op: str, axes: tuple[int, ...]) -> jax.Array:
-    """``array`` reduced over ``axes`` with a ``Partial`` placement's reduction."""
-    return of_parts(array, axes, reduce_op).astype(array.dtype)
 
 
 _forms: Interned[tuple[Any, ...], Form] = Interned("forms", 2048)

@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from xla_dtensor.base import torch_private
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.forms.form import Form, contiguous_stride, device_form, reduce
+from xla_dtensor.forms.form import Form, contiguous_stride, device_form
 from xla_dtensor.forms.per_device import union
+from xla_dtensor.lowering.partitioned.extremes import of_parts
 from xla_dtensor.mesh import mesh_dim_axes
 
 # A dim of an array: the name of a frame axis, or the number of a tensor dim.
@@ -127,7 +128,7 @@ def from_devices(array: Any, source: Form, target: Form) -> Any:
         for name in set(names) & set(labels) - set(wanted):
             axis = labels.index(name)
             if isinstance(placement, Partial):
-                array = reduce(array, placement.reduce_op, (axis,))
+                array = of_parts(array, (axis,), placement.reduce_op)
             else:
                 array = array.take(0, axis=axis)
             labels.remove(name)

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_dtensor.lowering.ops.rounded import rounded
+
 State = TypeVar("State")
 
 
@@ -40,9 +42,8 @@ class Line:
 
 
 def _divided(x: jax.Array, by: int) -> jax.Array:
-    # XLA makes a product of a division by one number, which is off by a bit: a bin of 3 pixels
-    # becomes one of 3.0000002, and is read at one place more.
-    return x / lax.optimization_barrier(jnp.full_like(x, by))
+    # Off by a bit, a bin of 3 pixels would be one of 3.0000002, and be read at one place more.
+    return rounded("div", x, jnp.asarray(by, x.dtype))
 
 
 def _samples(start: jax.Array, length: jax.Array, bins: int, ratio: int, size: int) -> Line:

@@ -116,17 +116,18 @@ def _is_eligible(value: Any) -> bool:
     )
 
 
-def _cast(dtype: torch.dtype, values: Any) -> Any:
+def cast(dtype: torch.dtype, values: Any) -> Any:
+    """What autocast may change of (nested) values, in another precision."""
     return pytree.tree_map(lambda v: v.to(dtype) if _is_eligible(v) else v, values)
 
 
 def _in_lower_precision(func: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast(torch.get_autocast_dtype("xla"), (args, kwargs))
+    args, kwargs = cast(torch.get_autocast_dtype("xla"), (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _in_float32(func: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = _cast(torch.float32, (args, kwargs))
+    args, kwargs = cast(torch.float32, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -151,7 +152,7 @@ def _in_widest(func: Any, *args: Any, **kwargs: Any) -> Any:
     lower = torch.get_autocast_dtype("xla")
     leaves = pytree.tree_leaves((args, kwargs))
     dtypes = {leaf.dtype for leaf in leaves if _is_eligible(leaf)}
-    args, kwargs = _cast(lower if dtypes <= {lower} else torch.float32, (args, kwargs))
+    args, kwargs = cast(lower if dtypes <= {lower} else torch.float32, (args, kwargs))
     return func(*args, **kwargs)
 
 

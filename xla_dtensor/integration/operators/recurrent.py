@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from xla_dtensor.base.torch_private import DispatchKey
+from xla_dtensor.integration.operators.autocast import cast
 from xla_dtensor.integration.patching.calls import are_others, dispatched, is_transformed
 
 _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -210,10 +211,12 @@ def _layers(
             projection = rest[2 * has_biases] if len(rest) > 2 * has_biases else None
             gates = F.linear(x, of_input, biases[0])
             h, c = (*(state[number] for state in states), None)[:2]
-            tensors = _in_autocast(gates, h, c, weight, biases[1], projection)
+            tensors = (gates, h, c, weight, biases[1], projection)
+            if torch.is_autocast_enabled("xla"):  # as of torch's cells
+                tensors = cast(torch.get_autocast_dtype("xla"), tensors)
             sizes = None
             if packing is not None:
-                tensors, sizes = [packing.padded(tensors[0]), *tensors[1:]], packing.sizes
+                tensors, sizes = (packing.padded(tensors[0]), *tensors[1:]), packing.sizes
             options = mode, bool(way), torch.is_grad_enabled()  # not within an autograd function
             after, *ends = _Recurrence.apply(options, sizes, *tensors)
             both.append(after if packing is None else packing.packed(after))
@@ -221,14 +224,6 @@ def _layers(
                 found.append(end)
         x = torch.cat(both, -1) if bidirectional else both[0]
     return x, *map(torch.stack, last)
-
-
-def _in_autocast(*tensors: torch.Tensor | None) -> Sequence[Any]:
-    """As `autocast` has torch's cells."""
-    if not torch.is_autocast_enabled("xla"):
-        return tensors
-    dtype = torch.get_autocast_dtype("xla")
-    return [x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors]
 
 
 class _Packing:

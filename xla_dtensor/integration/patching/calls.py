@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def is_transformed() -> bool:
 def are_others(*tensors: Any) -> bool:
     """Whether one is a user's wrapper on our device, which gets what torch takes composites apart
     to."""
+    return _is_one_other(tuple(map(type, tensors)))
+
+
+# Asked in each call of a composite.
+@functools.lru_cache(maxsize=1024)
+def _is_one_other(classes: tuple[type, ...]) -> bool:
     from xla_dtensor.tensors.base import computes_itself
 
-    return any(map(computes_itself, map(type, tensors)))
+    return any(map(computes_itself, classes))

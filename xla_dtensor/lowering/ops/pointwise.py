@@ -285,7 +285,8 @@ def div_mode(x, y, *, rounding_mode=None):
         return jax.lax.div(*jnp.broadcast_arrays(x, y))
     # torch rounds the quotient to the result's dtype before it truncates.
     limits = jnp.finfo(dtype)
-    return jnp.trunc(jax.lax.reduce_precision(x / y, limits.nexp, limits.nmant))
+    quotient = jax.lax.reduce_precision(rounded("div", x, y), limits.nexp, limits.nmant)
+    return jnp.trunc(quotient)
 
 
 @lowers("floor_divide", "floor_divide.Scalar")

@@ -34,7 +34,8 @@ def of_parts(x: jax.Array, axes: tuple[int, ...], reduce_op: str) -> jax.Array:
     """
     if reduce_op in _EXTREMES:
         return _found(x, axes, False, _EXTREMES[reduce_op], 2)
-    return _OTHERS[reduce_op](x, axis=axes)
+    result: jax.Array = _OTHERS[reduce_op](x, axis=axes).astype(x.dtype)
+    return result
 
 
 _EXTREMES: dict[str, Any] = {"max": jnp.max, "min": jnp.min}
