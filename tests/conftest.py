@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from xla_dtensor.rules import registry
 from xla_dtensor.runtime import live_programs, xla_flags
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    xla_flags.add(xla_flags.NO_STRENGTH_REDUCTION)  # as the package does where it starts JAX
+    xla_flags.add(xla_flags.LLVM_ON_CPUS)  # as the package does where it starts JAX
     if "XLA_DTENSOR_TESTS_OPTIMIZED" not in os.environ:
         xla_flags.add(*xla_flags.QUICK_COMPILES)
 quick_jax.start()
@@ -157,3 +157,21 @@ def scratch() -> Iterator[None]:
         patch.setattr(registry, "_USER_RULES", registry._USER_RULES.copy())
         yield
     registry.changes.tell()
+
+
+@pytest.fixture
+def compiles() -> Iterator[Callable[[], int]]:
+    """How many programs XLA has compiled since the last call."""
+    count = [0]
+
+    def listen(name: str, seconds: float, **kwargs: Any) -> None:
+        count[0] += "backend_compile" in name
+
+    def take() -> int:
+        lazy.flush()
+        taken, count[0] = count[0], 0
+        return taken
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield take
+    jax.monitoring.unregister_event_duration_listener(listen)

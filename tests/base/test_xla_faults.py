@@ -253,7 +253,7 @@ def test_addresses_in_large_loops() -> None:
 
 
 def test_addresses_in_large_loops_as_the_package_has_them() -> None:
-    done = _large_loop(XLA_FLAGS=xla_flags.NO_STRENGTH_REDUCTION)
+    done = _large_loop(XLA_FLAGS=xla_flags.LLVM_ON_CPUS)
     assert not done.returncode, done.stderr
 
 

@@ -44,24 +44,6 @@ def _lazily(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     lazy.flush()
 
 
-@pytest.fixture
-def compiles() -> Iterator[Callable[[], int]]:
-    """How many programs XLA has compiled since the last call."""
-    count = [0]
-
-    def listen(name: str, seconds: float, **kwargs: Any) -> None:
-        count[0] += "backend_compile" in name
-
-    def take() -> int:
-        lazy.flush()
-        taken, count[0] = count[0], 0
-        return taken
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield take
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def place(value: torch.Tensor, layout: str, mesh: DeviceMesh) -> Any:
     if LAYOUTS[layout] is None:
         return value.clone().to("xla")
@@ -365,6 +347,7 @@ def _fails(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
 
     monkeypatch.setattr(lazy, "fused", lambda *args: no_memory)
+    monkeypatch.setattr(lazy, "Pieces", lambda *args: no_memory)
     batch.executables.clear()
     run = lazy.one_by_one
 

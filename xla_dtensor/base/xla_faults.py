@@ -367,7 +367,7 @@ LOST_NANS = Fault(
 WRONG_ADDRESSES = Fault(
     "LLVM's loop strength reduction makes a large fused loop of the CPU's backend (of a dozen "
     "operands and more, written to a position and padded) read other elements than it should.",
-    "runtime/xla_flags.py:NO_STRENGTH_REDUCTION",
+    "runtime/xla_flags.py:LLVM_ON_CPUS",
     _HERE + "test_addresses_in_large_loops",
     platforms=("cpu",),
 )

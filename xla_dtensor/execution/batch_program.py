@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.value_checks import summary
-from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read_view
 from xla_dtensor.forms.views import Step, read_through, with_positions
@@ -31,12 +32,19 @@ class Operation(Protocol):
     Attributes:
         name: for people.
         results: how many values it gives.
+        result_forms, base_forms: together the forms of these; None is nobody's.
     """
 
     results: int
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def result_forms(self) -> Sequence[Form | None]: ...
+
+    @property
+    def base_forms(self) -> Sequence[Form]: ...
 
     def part(self, state: Any, leaves: list[Any], bases: list[Any]) -> list[Any]:
         """Its values as a part of a larger program: without padding."""
@@ -50,7 +58,7 @@ class Entry(NamedTuple):
 
     Attributes:
         state: of a random one the operand that is the generator's state, and how many random
-            operations come after that state before this one.
+            operations come after that state before this one; None where that is known to be none.
         leaves: the operands.
         bases: of each write through a view the storage's array, and the positions of the view.
     """
@@ -58,17 +66,18 @@ class Entry(NamedTuple):
     operation: Operation
     leaves: tuple[int, ...]
     bases: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
-    state: tuple[int, int] | None = None
+    state: tuple[int, int | None] | None = None
 
 
 class ViewRead:
     """An operation of a batch: the value of a view. Its operands are the storage's array, in
     ``form``, and the numbers in the view's steps that are inputs (slice starts, indices)."""
 
-    results, name = 1, "a view"
+    results, name, base_forms = 1, "a view", ()
 
     def __init__(self, form: Form, steps: tuple[Step, ...], own: Form) -> None:
         self._form, self._steps, self._own = form, steps, own
+        self.result_forms = (own,)
         self.part: Any = jax.jit(self._part)
 
     def _part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
@@ -86,6 +95,7 @@ class Look:
     and the greatest index)."""
 
     results, name = 1, "a check of indices"
+    result_forms, base_forms = (device_form(None, (2,), dtype=torch.int64),), ()
 
     def __init__(self, form: Form, condition: Condition) -> None:
         self._form, self._condition = form, condition
@@ -101,6 +111,7 @@ class _Barrier:
     that XLA neither looks through it nor computes it before them."""
 
     results, name = 1, "a barrier"
+    result_forms, base_forms = (None,), ()  # of what it is given
 
     def part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [jax.lax.optimization_barrier(tuple(leaves))[0]]
@@ -120,7 +131,7 @@ class Conversion:
         sharding: of the result where it isn't that of ``target`` yet.
     """
 
-    results, name = 1, "another layout"
+    results, name, base_forms = 1, "another layout", ()
 
     def __init__(
         self,
@@ -131,6 +142,7 @@ class Conversion:
     ) -> None:
         self._convert, self._source, self._target = convert, source, target
         self._sharding = sharding or target.sharding
+        self.result_forms = (target,)
         self.part: Any = jax.jit(self._part)
         self.eager: Any = jax.jit(self._alone, out_shardings=self._sharding)
 

@@ -46,6 +46,7 @@ from xla_dtensor.execution.batch_program import (
     one_by_one,
 )
 from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.pieces import Pieces
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.sharing import lock, looked_at
 from xla_dtensor.forms.storage import Pending
@@ -194,7 +195,11 @@ class Lazy(Batch):
                 if times < OFTEN or len(self._entries) == 1:
                     _seen.put(key, times + 1)
                     return self._one_by_one(waiting)
-            executable = executables.put(key, fused(self._entries, outputs))
+            if self._frame is None:
+                executable = Pieces(self._entries, self._arrays, outputs)
+            else:
+                executable = fused(self._entries, outputs)
+            executables.put(key, executable)
         try:
             with self._outside_of_traces():
                 return self._run(executable, waiting)
@@ -203,8 +208,9 @@ class Lazy(Batch):
             return self._one_by_one(waiting)
 
     def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
+        states = list(map(rng.keyed, self._states))
         with self._outside_of_traces(), jax.enable_x64(True):
-            values = one_by_one(self._entries, self._arrays, self._numbers, self._states)
+            values = one_by_one(self._entries, self._arrays, self._numbers, states)
         self._alone = values
         # Alone, what is on the default device stays there.
         return [(one, one.storage.form, values[one.pending.index]) for one in waiting]

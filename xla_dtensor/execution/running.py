@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.random import rng
 from xla_dtensor.execution import several
 from xla_dtensor.execution.become import become, check_become, refuse_shared
 from xla_dtensor.execution.interfaces import Call, Plan
@@ -84,7 +85,7 @@ def launched(plan: Plan, call: Call) -> Any:
     state = call.stream.take()
     try:
         with jax.enable_x64(True):
-            return plan.eager(state, leaves, bases)
+            return plan.eager(rng.keyed(state), leaves, bases)
     except BaseException:
         # A call that fails has drawn nothing, so what is drawn next is what it would have been.
         call.stream.give_back(state)

@@ -168,7 +168,8 @@ class Computation:
 
     def _inside(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
         # Layouts are labels here, as in a compiled step: XLA is asked for those of the outputs.
-        return self(_keys(*(state or (None, 0))), leaves, base_arrays, False)
+        state, offset = state or (None, None)
+        return self(_keys(state, 0 if offset is None else offset), leaves, base_arrays, False)
 
     def _on_devices(self, keys: Callable[[], Any], leaves: Any, pad: bool) -> list[Any]:
         """On each device by itself, where tensors differ from device to device."""

@@ -23,10 +23,12 @@ ROUNDED = f"--{EXCESS_PRECISION}=false"
 bits that is followed by a conversion back: ``x.bfloat16().float()`` would be ``x``. On an H200 a
 training step takes no longer with it (`benchmarks/README.md`)."""
 
-NO_STRENGTH_REDUCTION = "--xla_backend_extra_options=-disable-lsr"
+LLVM_ON_CPUS = "--xla_backend_extra_options=-disable-lsr,-unroll-full-max-count=1"
 """Leaves out the pass of LLVM that rewrites addresses in loops (loop strength reduction): it makes
 some large fused loops of XLA's CPU backend read the wrong elements
-(`base/xla_faults.py:WRONG_ADDRESSES`)."""
+(`base/xla_faults.py:WRONG_ADDRESSES`). And loops stay loops: XLA writes one for each dim, and LLVM
+would write those of 8 or 10 rounds out, one in the other. That took it seconds, and no step is
+faster for it (`docs/design.md`)."""
 
 # The first JAX without the flag. The others were tried on 0.9.0, 0.10.2, 0.11.2 and 0.12.0.1.
 _GONE = {"--xla_cpu_use_fusion_emitters": (0, 11)}

@@ -50,6 +50,21 @@ def threefry(key: tuple[int, int], counters: np.ndarray) -> np.ndarray:
     return np.stack([x, y])
 
 
+def folded(key: tuple[int, int], number: int) -> tuple[int, int]:
+    """What ``jax.random.fold_in`` makes of a key and 32 bits, in Python's integers: 3 us, where
+    numpy takes a hundred."""
+    mask = 0xFFFFFFFF
+    keys = (*key, key[0] ^ key[1] ^ _PARITY)
+    x, y = key[0], (number + key[1]) & mask
+    for block in range(5):
+        for turn in _ROTATIONS[block % 2]:
+            x = (x + y) & mask
+            y = x ^ ((y << turn | y >> (32 - turn)) & mask)
+        x = (x + keys[(block + 1) % 3]) & mask
+        y = (y + keys[(block + 2) % 3] + block + 1) & mask
+    return x, y
+
+
 def bits(key: tuple[int, int], count: int) -> np.ndarray:
     """``count`` words of random bits by numpy, as JAX's partitionable generator makes them: each
     from its own position.

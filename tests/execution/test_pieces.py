@@ -1,0 +1,266 @@
+"""What one device computes is several programs, which other batches have as well."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_dtensor as xd
+from xla_dtensor.execution import batch, lazy, pieces
+
+
+@pytest.fixture(autouse=True)
+def _lazily(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    lazy.flush()
+    monkeypatch.setattr(xd.config, "eager", "lazy")
+    monkeypatch.setattr(lazy, "FEW", 2)  # so that small programs are launched together, too
+    yield
+    lazy.flush()
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8))
+
+
+def _trained(model: nn.Module, x: torch.Tensor, after: Callable[[], Any] = lambda: None) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        after()
+    return losses
+
+
+def test_the_second_step_compiles_next_to_nothing(compiles: Callable[[], int]) -> None:
+    """Momentum begins in the first; the passes are the same."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_block() for _ in range(3))), torch.randn(4, 8)
+    want = _trained(model, x)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_block() for _ in range(3))).to("xla")
+    counts: list[int] = []
+    compiles()
+    found = _trained(model, x.to("xla"), lambda: counts.append(compiles()))
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+    assert counts[0] > 8 and counts[1] <= 2 and counts[2:] == [0, 0]
+
+
+def test_layers_have_programs_in_common(compiles: Callable[[], int]) -> None:
+    """Six compile what three do."""
+    counts = []
+    x = torch.randn(4, 8).to("xla")
+    for layers in (3, 6):
+        pieces.programs.clear()
+        batch.executables.clear()
+        model = nn.Sequential(*(_block() for _ in range(layers))).to("xla")
+        compiles()
+        model(x).sum().backward()
+        counts.append(compiles())
+    assert counts[1] <= counts[0]
+
+
+def test_a_cache_that_grows(compiles: Callable[[], int]) -> None:
+    """Each token compiles what has its length, however many layers there are."""
+    torch.manual_seed(0)
+    layers = [torch.randn(3, 8, 8) / 3 for _ in range(5)]
+
+    def token(x: Any, weights: list[Any], kept: list[Any]) -> Any:
+        for layer, (to_query, to_key, out) in enumerate(weights):
+            query, key = (x @ w for w in (to_query, to_key))
+            kept[layer] = torch.cat([kept[layer], key], 1)
+            seen = F.scaled_dot_product_attention(query, kept[layer], kept[layer])
+            x = x + F.gelu(seen @ out)
+        return x
+
+    def generated(device: str, after: Callable[[], Any]) -> Any:
+        weights = [w.to(device).unbind() for w in layers]
+        kept = [torch.zeros(1, 1, 8, device=device) for _ in layers]
+        x = torch.ones(1, 1, 8, device=device)
+        for _ in range(6):
+            x = token(x, weights, kept)
+            x.sum().item()
+            after()
+        return x.cpu()
+
+    want = generated("cpu", lambda: None)
+    counts: list[int] = []
+    compiles()
+    torch.testing.assert_close(generated("xla", lambda: counts.append(compiles())), want)
+    assert all(count <= 4 for count in counts[2:]), counts
+
+
+def _program(seed: int, device: str) -> list[torch.Tensor]:
+    """Products, integers, views, writes, numbers and things that grow, in any order."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    floats = [torch.randn(4, 4, generator=generator).to(device) for _ in range(3)]
+    whole = [torch.randint(0, 9, (4, 4), generator=generator).to(device) for _ in range(2)]
+    for _ in range(draw.randint(20, 60)):
+        x, y = draw.choice(floats), draw.choice(floats)
+        n, m = draw.choice(whole), draw.choice(whole)
+        what = draw.randrange(11)
+        if what == 0:
+            floats.append(torch.tanh(x @ y))
+        elif what == 1:
+            floats.append(F.linear(x, y).sigmoid())
+        elif what == 2:
+            floats.append(torch.cat([x[:2], y[2:]]))
+        elif what == 3:
+            whole.append((n + m * draw.randint(1, 5)) % 11)
+        elif what == 4:
+            floats.append(torch.where(n > m, x, y * draw.uniform(0.5, 1.0)))
+        elif what == 5:
+            whole.append(torch.cat([n[:1], m[1:]]).roll(1, 0))
+        elif what == 6:
+            floats.append(x.clone())
+            floats[-1][draw.randrange(4)].mul_(0.5)
+        elif what == 7:
+            whole.append(n.clone())
+            whole[-1][:, draw.randrange(4)] = m[:, 0]
+        elif what == 8:
+            floats.append((x * n / 9).softmax(-1))
+        elif what == 9:
+            x.add_(y.tanh().t(), alpha=draw.uniform(0.1, 0.2)).clamp_(-2, 2)
+        else:
+            floats.append(x[n[0] % 4])
+    return floats + whole
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_programs(seed: int) -> None:
+    found = [value.cpu() for value in _program(seed, "xla")]
+    torch.testing.assert_close(found, _program(seed, "cpu"), rtol=1e-4, atol=1e-5)
+
+
+def test_random_numbers_are_those_of_single_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(3)
+        x = torch.ones(6, 6, device="xla")
+        for _ in range(4):
+            x = F.dropout(x @ x, 0.3) / 9 + torch.randn_like(x)
+        return x.cpu()
+
+    together = drawn()
+    monkeypatch.setattr(xd.config, "eager", "strict")
+    torch.testing.assert_close(together, drawn())
+
+
+def test_exact_operations_are_the_same_together_and_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They run one by one until they have come often."""
+    monkeypatch.setattr(pieces, "OFTEN", 3)
+    pieces.programs.clear()
+    batch.executables.clear()
+    alone: list[bool] = []
+    run = pieces.one_by_one
+
+    def one_by_one(*args: Any) -> Any:
+        alone[-1] = True
+        return run(*args)
+
+    monkeypatch.setattr(pieces, "one_by_one", one_by_one)
+    want = torch.arange(12).reshape(3, 4)
+    x = want.to("xla")
+    x.cpu()
+    for _ in range(6):
+        alone.append(False)
+        x, want = [(v * 3 + 5).cumsum(1) % 1000 - v.amax(0) for v in (x, want)]
+        assert torch.equal(x.cpu(), want)
+    assert alone[:3] == [True] * 3 and not alone[-1]
+
+
+def test_what_fails_between_others() -> None:
+    """A program that doesn't run: one by one shows which operation it is, and the rest is there."""
+    x = torch.ones(4, 4, device="xla")
+    pieces.programs.clear()
+
+    def no_memory(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces._Program, "__call__", no_memory)
+        y = ((x @ x + 1) @ x).relu() * 2
+        z = x.long() + 1
+        assert torch.equal(y.cpu(), torch.full((4, 4), 40.0))
+    assert torch.equal(z.cpu(), torch.full((4, 4), 2))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, jax.errors.JaxRuntimeError])
+def test_a_compilation_that_ends_early(error: type[BaseException]) -> None:
+    """What was to be computed has no value after Ctrl-C, and can be done again."""
+    pieces.programs.clear()
+    batch.executables.clear()
+    x = torch.full((5, 5), 2.0, device="xla")
+    x.cpu()
+
+    def stop(*args: Any) -> Any:
+        raise error("no more")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces._Program, "compile", stop)
+        y = (x @ x).relu() + (x @ x @ x).tanh()
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                y.cpu()
+        else:
+            assert torch.equal(y.cpu(), torch.full((5, 5), 21.0))
+    again = (x @ x).relu() + (x @ x @ x).tanh()
+    assert torch.equal(again.cpu(), torch.full((5, 5), 21.0))
+
+
+def test_values_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of products holds a few arrays, not one of each piece."""
+    x = torch.eye(64).to("xla")
+    x.cpu()
+    alive: list[int] = []
+    run = pieces._Program.__call__
+
+    def call(self: Any, *args: Any) -> Any:
+        alive.append(len(jax.live_arrays()))
+        return run(self, *args)
+
+    monkeypatch.setattr(pieces._Program, "__call__", call)
+    gc.collect()
+    y = x
+    for _ in range(40):
+        y = (y @ x).tanh()
+    y.cpu()
+    assert len(alive) >= 40
+    assert max(alive) - min(alive) <= 3
+
+
+def test_threads_share_programs() -> None:
+    pieces.programs.clear()
+    batch.executables.clear()
+    values = [torch.full((6, 6), 0.1 * i) for i in range(6)]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(i: int) -> None:
+        x = values[i].to("xla")
+        for _ in range(5):
+            x = (x @ x).tanh() + x.cumsum(0)
+        found[i] = x.cpu()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, x in enumerate(values):
+        for _ in range(5):
+            x = (x @ x).tanh() + x.cumsum(0)
+        torch.testing.assert_close(found[i], x)

@@ -1,0 +1,280 @@
+"""A batch of one device as several programs, which other batches have as well.
+
+One program of a whole forward and backward pass is found again only where all of it comes again:
+the second step of a training, which has momentum, compiled as long as the first, and each token of
+a generation, whose cache is one longer, all layers of the model. So a batch is cut, and each piece
+is a program that is known by its operations alone, wherever they stand: equal layers have one, and
+what is new is compiled, and nothing else.
+
+Where it is cut depends on the operations, and not on what has come before, so that a step that is
+repeated has the same bits. A piece begins
+
+- at a product, a convolution, an attention, a `cat`: XLA makes kernels of their own of them, which
+  what comes after joins and what comes before mostly doesn't;
+- where operations on integers and bools follow others, and the other way round: positions, masks
+  and counts change their shapes where layers don't. They are exact, so a few of them run one by one
+  (`lazy.py`) until they have come often, which no bit shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from xla_dtensor import rules
+from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.execution.batch_program import (
+    ARRAY,
+    KINDS,
+    NUMBERS,
+    VALUE,
+    Entry,
+    Failure,
+    Numbers,
+    Operation,
+    Outputs,
+    fused,
+    one_by_one,
+)
+from xla_dtensor.forms.form import Form
+from xla_dtensor.lowering import changes as lowering_changes
+from xla_dtensor.lowering.kinds import Kind, is_
+
+OFTEN = 32  # times that a piece of exact operations runs one by one
+ENOUGH = 64  # operations in such a piece
+
+_CAT = "aten::cat.default"  # alone, as what grows in each round has a new shape each time
+_BEGINNING = (Kind.PRODUCT, Kind.CONVOLUTION)
+
+
+# XLA compiles a program for the most part in one thread.
+_compilers = ThreadPoolExecutor(os.cpu_count(), "xla_dtensor compiles")
+
+
+class _AsItIs:
+    """The form of what one device computes: an array as it is."""
+
+    sharding = None
+
+    def physical(self, value: Any) -> Any:
+        return value
+
+
+_AS_IT_IS: Any = _AsItIs()
+
+
+class _Program:
+    """The operations of a piece, of all batches that have it.
+
+    Args:
+        entries: whose operands are the piece's own arrays, numbers and values.
+        wanted: which of its values others need.
+        is_exact: whether they compute the same bits one by one.
+
+    Attributes:
+        compiling: what ends when it is compiled; None before somebody begins.
+    """
+
+    def __init__(self, entries: tuple[Entry, ...], wanted: tuple[int, ...], is_exact: bool) -> None:
+        self._entries, self._wanted = entries, wanted
+        self._fused: Any = fused(entries, [(index, _AS_IT_IS) for index in wanted])
+        # A single operation has a program already: its plan's.
+        self._is_single = len(entries) == 1
+        self._times_alone = OFTEN if is_exact and len(entries) <= ENOUGH else 0
+        self.compiling: Future[Any] | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its next call is one program of all operations."""
+        return not (self._is_single or self._times_alone)
+
+    def compile(self, arrays: list[Any], numbers: list[Any]) -> None:
+        """Begin to compile it for such operands, in another thread."""
+        self.compiling = _compilers.submit(self._fused.lower(arrays, numbers).compile)
+
+    def __call__(
+        self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]
+    ) -> list[Any]:
+        if self.is_fused:
+            if self.compiling is not None:
+                self.compiling.result()
+            results: list[Any] = self._fused(arrays, numbers)
+            return results
+        self._times_alone = max(0, self._times_alone - 1)
+        own = Numbers()
+        own.by_kind = {k: n.tolist() for k, n in zip(NUMBERS.values(), numbers, strict=True)}
+        values = one_by_one(self._entries, arrays, own, states)
+        results = [values[index] for index in self._wanted]
+        for result in results:
+            if isinstance(result, Failure):
+                raise result.error
+        return results
+
+
+programs: Cache[Any, _Program] = Cache("pieces of batches", 2048)
+lowering_changes.listen(programs.clear)
+rules.changes.listen(programs.clear)
+
+
+class _Piece:
+    """Some consecutive entries of a batch, as one of the batch's programs.
+
+    Args:
+        entries: the batch's.
+        values: the numbers of the values that they compute.
+        wanted: those of them that others need.
+        is_exact: as in `_Program`.
+
+    Attributes:
+        wanted: as above.
+        sources: the operands of the batch that are the program's arrays.
+        numbers: by kind the numbers of the batch that are the program's.
+        states: of each random operation the operand that is a generator's state, and how many
+            operations come between.
+        program: what computes it.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], values: range, wanted: list[int], is_exact: bool
+    ) -> None:
+        self._first, self.wanted = values.start, wanted
+        self.sources: list[int] = []
+        self.numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
+        self.states = [(e.state[0], e.state[1] or 0) for e in entries if e.state is not None]
+        self._own: dict[int, int] = {}
+        renumbered = list(map(self._renumbered, entries))
+        # The states are the last of its arrays.
+        places = iter(range(len(self.sources), len(self.sources) + len(self.states)))
+        own = tuple(
+            e if e.state is None else e._replace(state=(next(places) * KINDS + ARRAY, None))
+            for e in renumbered
+        )
+        key = own, tuple(index - self._first for index in wanted), is_exact
+        self.program = programs.get(key) or programs.put(key, _Program(*key))
+
+    def _renumbered(self, entry: Entry) -> Entry:
+        bases = [b and (self._operand(b[0]), self._operands(b[1])) for b in entry.bases]
+        return entry._replace(leaves=self._operands(entry.leaves), bases=tuple(bases))
+
+    def _operands(self, codes: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(self._operand, codes))
+
+    def _operand(self, code: int) -> int:
+        index, kind = divmod(code, KINDS)
+        if kind == VALUE and index >= self._first:
+            return (index - self._first) * KINDS + VALUE
+        own = self._own.get(code)
+        if own is None:
+            if kind in (ARRAY, VALUE):
+                own = len(self.sources) * KINDS + ARRAY
+                self.sources.append(code)
+            else:
+                own = len(self.numbers[kind]) * KINDS + kind
+                self.numbers[kind].append(index)
+            self._own[code] = own
+        return own
+
+
+class Pieces:
+    """All entries as one function of their arrays and numbers, like `batch_program.fused`, of
+    several programs. A value is let go after the last that needs it.
+
+    Args:
+        arrays: those from outside, of which the dtypes are looked at.
+    """
+
+    def __init__(self, entries: Sequence[Entry], arrays: Sequence[Any], outputs: Outputs) -> None:
+        exact = list(_are_exact(entries, arrays))
+        starts = [i for i in range(len(entries)) if not i or _are_apart(entries, exact, i)]
+        bounds = list(pairwise([*starts, len(entries)]))
+        firsts = [0, *accumulate(entry.operation.results for entry in entries)]
+        self._outputs = [index for index, _ in outputs]
+        last: dict[int, int] = {}  # the piece after which others don't need a value any more
+        for number, (start, end) in enumerate(bounds):
+            needed = {c // KINDS for e in entries[start:end] for c in _operands(e) if _is_value(c)}
+            last |= {index: number for index in needed if index < firsts[start]}
+        last |= dict.fromkeys(self._outputs, len(bounds))
+        self._pieces = []
+        for start, end in bounds:
+            values = range(firsts[start], firsts[end])
+            wanted = [index for index in values if index in last]
+            self._pieces.append(_Piece(entries[start:end], values, wanted, exact[start]))
+        self._over = [[i for i, end in last.items() if end == n] for n in range(len(bounds))]
+        self._is_new = True
+        forms = [form for entry in entries for form in _forms(entry.operation)]
+        self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
+
+    def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
+        """Compile what nobody has compiled, several programs at a time."""
+        sources: dict[int, Any] = {ARRAY: arrays, VALUE: self._shapes}
+        for piece in self._pieces:
+            program = piece.program
+            if program.is_fused and program.compiling is None:
+                given = [sources[code % KINDS][code // KINDS] for code in piece.sources]
+                states = [arrays[code // KINDS] for code, _ in piece.states]
+                own = [n[which] for n, which in zip(numbers, piece.numbers.values(), strict=True)]
+                program.compile([*given, *states], own)
+
+    def __call__(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
+        if self._is_new:
+            self._is_new = False
+            self._compile(arrays, numbers)
+        values: dict[int, Any] = {}
+        sources: dict[int, Any] = {ARRAY: arrays, VALUE: values}
+        for piece, over in zip(self._pieces, self._over, strict=True):
+            given = [sources[code % KINDS][code // KINDS] for code in piece.sources]
+            states = [rng.keyed(arrays[code // KINDS], n) for code, n in piece.states]
+            own = [n[which] for n, which in zip(numbers, piece.numbers.values(), strict=True)]
+            results = piece.program([*given, *states], own, states)
+            values.update(zip(piece.wanted, results, strict=True))
+            for index in over:
+                del values[index]
+        return [values[index] for index in self._outputs]
+
+
+def _are_apart(entries: Sequence[Entry], exact: list[bool], i: int) -> bool:
+    """Whether entry ``i`` isn't in one piece with the one before."""
+    before, name = entries[i - 1].operation.name, entries[i].operation.name
+    if exact[i] != exact[i - 1] or _CAT in (before, name):
+        return True
+    return any(is_(kind, name) for kind in _BEGINNING)
+
+
+def _operands(entry: Entry) -> Iterator[int]:
+    yield from entry.leaves
+    for base in filter(None, entry.bases):
+        yield base[0]
+        yield from base[1]
+
+
+def _is_value(code: int) -> bool:
+    return code % KINDS == VALUE
+
+
+def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool]:
+    """Of each entry whether it has to do with integers and bools alone."""
+    values: list[bool] = []
+
+    def operand_is(code: int) -> bool:
+        index, kind = divmod(code, KINDS)
+        return values[index] if kind == VALUE else kind != ARRAY or _is_exact(arrays[index].dtype)
+
+    for entry in entries:
+        own = [_is_exact(form.jax_dtype) for form in _forms(entry.operation)]
+        values += own
+        yield all(own) and entry.state is None and all(map(operand_is, _operands(entry)))
+
+
+def _forms(operation: Operation) -> list[Form]:
+    return [*filter(None, operation.result_forms), *operation.base_forms]
+
+
+def _is_exact(dtype: np.dtype) -> bool:
+    return dtype.kind in "biu"
