@@ -264,3 +264,22 @@ def test_threads_share_programs() -> None:
         for _ in range(5):
             x = (x @ x).tanh() + x.cumsum(0)
         torch.testing.assert_close(found[i], x)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "strict"])
+def test_strides_are_no_matter(
+    mode: str, compiles: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is cut from something longer is computed by the program that there is. Its results have
+    torch's strides nevertheless."""
+    monkeypatch.setattr(xd.config, "eager", mode)
+    counts = []
+    for length in (5, 6, 7):
+        whole = torch.arange(3.0 * length).reshape(3, length)
+        ours = whole.to("xla")[:, -2:]
+        ours.cpu(), compiles()
+        found, want = [(x.clone() * 2 + x, x + 1) for x in (ours, whole[:, -2:])]
+        torch.testing.assert_close([v.cpu() for v in found], list(want))
+        assert [v.stride() for v in found] == [v.stride() for v in want]
+        counts.append(compiles())
+    assert counts[0] and counts[1] <= 2 and counts[2] == counts[1], counts

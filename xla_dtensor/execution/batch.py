@@ -153,11 +153,12 @@ class Batch(Running):
         if plan.mutated:
             written = [call.leaves[i] for i in plan.mutated]
             bases = tuple([self._base(t) if t._steps else None for t in written])
-        if not plan.proven:
-            self._prove(plan, call, leaves, bases)
+        same = plan.same
+        if not same.proven:
+            self._prove(same, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
         # As `Entry(...)` does, which is a further call in Python.
-        return self._write_down(_new(Entry, (plan, leaves, bases, state)))
+        return self._write_down(_new(Entry, (same, leaves, bases, state)))
 
     def summary(self, tensor: Any, form: Form, condition: Condition) -> _Later:
         """Write down what tells whether ``condition`` holds of a tensor."""

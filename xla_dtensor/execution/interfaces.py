@@ -63,6 +63,7 @@ class Plan(Protocol):
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         proven: whether it is known that the lowering takes what it gets.
+        same: the first plan that computes the same.
         structure: arranges new tensors and mutated arguments as torch returns them.
     """
 
@@ -84,6 +85,7 @@ class Plan(Protocol):
     frame: Any
     number_lists: dict[int, int]
     proven: bool
+    same: Plan
     structure: Callable[[list[Any], list[Any]], Any]
 
     @property

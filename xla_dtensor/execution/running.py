@@ -81,11 +81,11 @@ def launched(plan: Plan, call: Call) -> Any:
         bases.append(base_of(tensor, tensor._storage_.array) if tensor._steps else None)
     if not plan.random:
         with jax.enable_x64(True):
-            return plan.eager(None, leaves, bases)
+            return plan.same.eager(None, leaves, bases)
     state = call.stream.take()
     try:
         with jax.enable_x64(True):
-            return plan.eager(rng.keyed(state), leaves, bases)
+            return plan.same.eager(rng.keyed(state), leaves, bases)
     except BaseException:
         # A call that fails has drawn nothing, so what is drawn next is what it would have been.
         call.stream.give_back(state)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xla_dtensor import rules
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import leave_open
+from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.computation import Computation, Write
 from xla_dtensor.plans.conditions import conditions_of
@@ -23,6 +26,17 @@ from xla_dtensor.plans.result_forms import (
 )
 from xla_dtensor.plans.result_placements import Answer, pins
 from xla_dtensor.plans.shard_map_call import cut_of
+
+_sames: Cache[Any, Plan] = Cache("plans but for strides", 2048)
+lowering_changes.listen(_sames.clear)
+rules.changes.listen(_sames.clear)
+
+
+def _without_strides(part: Any) -> Any:
+    """What a part of a call's key says of the values."""
+    if not isinstance(part, Form):
+        return part
+    return part.shape, part.jax_dtype, part.memory, part.frame, part.varying
 
 
 class Plan:
@@ -44,6 +58,8 @@ class Plan:
         grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
+        same: the first plan that computes the same, if it isn't the first: of tensors of one device
+            that differ in their strides alone, as those that are cut from what grows.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.
         only_form: the form of its one result, if that is all that it gives, and it only computes.
@@ -73,6 +89,7 @@ class Plan:
         "result_forms",
         "results",
         "run",
+        "same",
         "structure",
     )
 
@@ -118,6 +135,7 @@ class Plan:
             self.result_forms or self.grows or self.conditions or place.valueless
         )
         self.only_write = self.base_forms[0] if in_place else None
+        self.same = self
         if place.valueless:
             refuse_meta_write(info, before)
             self.run = self.eager = self.part = None
@@ -143,6 +161,10 @@ class Plan:
         self.of_scalars = not self.random and all(
             f.shape == () and not f.varying for f in forms if isinstance(f, Form)
         )
+        # Torch's compositions may look at strides.
+        if self.frame is None and not self.mutated and info.lowering is not None:
+            key = tuple([_without_strides(part) for part in call.key])
+            self.same = _sames.get(key) or _sames.put(key, self)
 
     @property
     def name(self) -> str:
