@@ -283,3 +283,36 @@ def test_strides_are_no_matter(
         assert [v.stride() for v in found] == [v.stride() for v in want]
         counts.append(compiles())
     assert counts[0] and counts[1] <= 2 and counts[2] == counts[1], counts
+
+
+def test_what_is_compiled_ahead_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random states, numbers, views, what other pieces give: for the same kinds of operands."""
+    pieces.programs.clear()
+    batch.executables.clear()
+    count = [0]
+
+    def listen(name: str, seconds: float, **kwargs: Any) -> None:
+        count[0] += "backend_compile" in name
+
+    calls: list[int] = []
+    run = pieces._Program.__call__
+
+    def call(self: Any, *args: Any) -> Any:
+        if not self.is_fused:
+            return run(self, *args)
+        self.compiling.result()
+        before = count[0]
+        results = run(self, *args)
+        calls.append(count[0] - before)
+        return results
+
+    monkeypatch.setattr(pieces._Program, "__call__", call)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        x, n = torch.rand(4, 8, device="xla"), torch.arange(8, device="xla")
+        y = F.dropout(x @ x.t(), 0.5) * 2.5 + x.sum()
+        z = (y @ x * 3)[:, n % 4].to(torch.float64) @ torch.ones(8, 2, device="xla").double()
+        (z.t() @ z + 1j).abs().cpu()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(calls) >= 3 and not any(calls)

@@ -95,7 +95,7 @@ class _Program:
         """Whether its next call is one program of all operations."""
         return not (self._is_single or self._times_alone)
 
-    def compile(self, arrays: list[Any], numbers: list[Any]) -> None:
+    def compile(self, arrays: list[Any], numbers: list[Any], states: list[Any]) -> None:
         """Begin to compile it for such operands, in another thread."""
         self.compiling = _compilers.submit(self._fused.lower(arrays, numbers).compile)
 
@@ -134,10 +134,6 @@ class _Piece:
 
     Attributes:
         wanted: as above.
-        sources: the operands of the batch that are the program's arrays.
-        numbers: by kind the numbers of the batch that are the program's.
-        states: of each random operation the operand that is a generator's state, and how many
-            operations come between.
         program: what computes it.
     """
 
@@ -145,19 +141,37 @@ class _Piece:
         self, entries: Sequence[Entry], values: range, wanted: list[int], is_exact: bool
     ) -> None:
         self._first, self.wanted = values.start, wanted
-        self.sources: list[int] = []
-        self.numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
-        self.states = [(e.state[0], e.state[1] or 0) for e in entries if e.state is not None]
+        # The operands of the batch that are the program's arrays, by kind those that are its
+        # numbers, and of its random operations those that are a generator's state, each with how
+        # many operations come between.
+        self._sources: list[int] = []
+        self._numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
+        self._states = [(e.state[0], e.state[1] or 0) for e in entries if e.state is not None]
         self._own: dict[int, int] = {}
         renumbered = list(map(self._renumbered, entries))
         # The states are the last of its arrays.
-        places = iter(range(len(self.sources), len(self.sources) + len(self.states)))
+        places = iter(range(len(self._sources), len(self._sources) + len(self._states)))
         own = tuple(
             e if e.state is None else e._replace(state=(next(places) * KINDS + ARRAY, None))
             for e in renumbered
         )
         key = own, tuple(index - self._first for index in wanted), is_exact
         self.program = programs.get(key) or programs.put(key, _Program(*key))
+
+    def operands(
+        self, arrays: Sequence[Any], values: Any, numbers: list[np.ndarray]
+    ) -> tuple[list[Any], list[np.ndarray], list[Any]]:
+        """The program's arrays (the states are the last), numbers and states.
+
+        Args:
+            arrays, numbers: the batch's.
+            values: those that it has computed, by number.
+        """
+        sources = {ARRAY: arrays, VALUE: values}
+        given = [sources[code % KINDS][code // KINDS] for code in self._sources]
+        states = [rng.keyed(arrays[code // KINDS], n) for code, n in self._states]
+        own = [n[which] for n, which in zip(numbers, self._numbers.values(), strict=True)]
+        return [*given, *states], own, states
 
     def _renumbered(self, entry: Entry) -> Entry:
         bases = [b and (self._operand(b[0]), self._operands(b[1])) for b in entry.bases]
@@ -173,11 +187,11 @@ class _Piece:
         own = self._own.get(code)
         if own is None:
             if kind in (ARRAY, VALUE):
-                own = len(self.sources) * KINDS + ARRAY
-                self.sources.append(code)
+                own = len(self._sources) * KINDS + ARRAY
+                self._sources.append(code)
             else:
-                own = len(self.numbers[kind]) * KINDS + kind
-                self.numbers[kind].append(index)
+                own = len(self._numbers[kind]) * KINDS + kind
+                self._numbers[kind].append(index)
             self._own[code] = own
         return own
 
@@ -211,32 +225,23 @@ class Pieces:
         forms = [form for entry in entries for form in _forms(entry.operation)]
         self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
 
-    def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
-        """Compile what nobody has compiled, several programs at a time."""
-        sources: dict[int, Any] = {ARRAY: arrays, VALUE: self._shapes}
-        for piece in self._pieces:
-            program = piece.program
-            if program.is_fused and program.compiling is None:
-                given = [sources[code % KINDS][code // KINDS] for code in piece.sources]
-                states = [arrays[code // KINDS] for code, _ in piece.states]
-                own = [n[which] for n, which in zip(numbers, piece.numbers.values(), strict=True)]
-                program.compile([*given, *states], own)
-
     def __call__(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
         if self._is_new:
             self._is_new = False
             self._compile(arrays, numbers)
         values: dict[int, Any] = {}
-        sources: dict[int, Any] = {ARRAY: arrays, VALUE: values}
         for piece, over in zip(self._pieces, self._over, strict=True):
-            given = [sources[code % KINDS][code // KINDS] for code in piece.sources]
-            states = [rng.keyed(arrays[code // KINDS], n) for code, n in piece.states]
-            own = [n[which] for n, which in zip(numbers, piece.numbers.values(), strict=True)]
-            results = piece.program([*given, *states], own, states)
+            results = piece.program(*piece.operands(arrays, values, numbers))
             values.update(zip(piece.wanted, results, strict=True))
             for index in over:
                 del values[index]
         return [values[index] for index in self._outputs]
+
+    def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
+        """Compile what nobody has compiled, several programs at a time."""
+        for piece in self._pieces:
+            if piece.program.is_fused and piece.program.compiling is None:
+                piece.program.compile(*piece.operands(arrays, self._shapes, numbers))
 
 
 def _are_apart(entries: Sequence[Entry], exact: list[bool], i: int) -> bool:
