@@ -199,6 +199,28 @@ def test_what_fails_between_others() -> None:
     assert torch.equal(z.cpu(), torch.full((4, 4), 2))
 
 
+def test_a_compilation_that_fails_is_tried_again() -> None:
+    pieces.programs.clear()
+    batch.executables.clear()
+    x = torch.full((3, 3), 2.0, device="xla")
+    failed: list[Any] = []
+
+    def compile_ahead(self: Any, *args: Any) -> None:
+        def fail() -> None:
+            failed.append(self)
+            raise jax.errors.JaxRuntimeError("no memory to compile in")
+
+        self.compiling = pieces._compilers.submit(fail)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces._Program, "compile", compile_ahead)
+        y = (x @ x + 1).relu() * 2
+        assert torch.equal(y.cpu(), torch.full((3, 3), 26.0))
+    assert failed and failed[0].compiling is None
+    y = (x @ x + 1).relu() * 2
+    assert torch.equal(y.cpu(), torch.full((3, 3), 26.0))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, jax.errors.JaxRuntimeError])
 def test_a_compilation_that_ends_early(error: type[BaseException]) -> None:
     """What was to be computed has no value after Ctrl-C, and can be done again."""
@@ -300,7 +322,9 @@ def test_what_is_compiled_ahead_is_what_is_called(monkeypatch: pytest.MonkeyPatc
     def call(self: Any, *args: Any) -> Any:
         if not self.is_fused:
             return run(self, *args)
-        self.compiling.result()
+        for program in pieces.programs.values():  # others' threads count, too
+            if program.compiling is not None:
+                program.compiling.result()
         before = count[0]
         results = run(self, *args)
         calls.append(count[0] - before)

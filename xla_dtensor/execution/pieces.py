@@ -99,12 +99,19 @@ class _Program:
         """Begin to compile it for such operands, in another thread."""
         self.compiling = _compilers.submit(self._fused.lower(arrays, numbers).compile)
 
+    def _wait(self) -> None:
+        if self.compiling is not None:
+            try:
+                self.compiling.result()
+            except Exception:
+                self.compiling = None  # what has failed may work another time
+                raise
+
     def __call__(
         self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]
     ) -> list[Any]:
         if self.is_fused:
-            if self.compiling is not None:
-                self.compiling.result()
+            self._wait()
             results: list[Any] = self._fused(arrays, numbers)
             return results
         self._times_alone = max(0, self._times_alone - 1)

@@ -24,8 +24,9 @@ MAX_BYTES = 2**31  # what was not used for longest goes
 _WRITTEN_BY_NOW = 60.0  # seconds, after which a program without a time was left by a dead process
 _OPTIONS = (  # of JAX: name, its default, ours
     ("jax_compilation_cache_max_size", -1, MAX_BYTES),
-    # Many eager programs take less than a second; reading one back takes a few milliseconds.
-    ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.1),
+    # Most eager programs take less than a second; reading one back takes a few milliseconds. To
+    # write one down JAX looks at all files, 30 us each, so the shortest aren't kept.
+    ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.03),
 )
 
 
