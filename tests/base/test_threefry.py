@@ -25,6 +25,43 @@ def test_bits_are_jaxs() -> None:
     assert threefry.bits((5, 6), 1000).tolist() == jax.random.bits(key, (1000,)).tolist()
 
 
+def _two_keys() -> tuple[jax.Array, jax.Array]:
+    words = np.array([7, 0xFFFFFFFE], np.uint32)
+    return tuple(
+        jax.random.wrap_key_data(words, impl=impl)
+        for impl in ("threefry2x32", threefry.written_out())
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4, 5), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.float32, float])
+def test_written_out_it_gives_jaxs_numbers(shape: tuple[int, ...], dtype: type) -> None:
+    with jax.enable_x64(True):
+        draw = jax.random.uniform if np.dtype(dtype).kind == "f" else jax.random.bits
+        theirs, ours = (draw(key, shape, dtype) for key in _two_keys())
+    assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+
+
+def test_written_out_it_gives_jaxs_keys() -> None:
+    for make in (
+        lambda key: jax.random.split(key, (2, 3)),
+        lambda key: jax.random.fold_in(key, 2**31 + 5),
+        lambda key: jax.vmap(lambda k: jax.random.fold_in(k, 1))(jax.random.split(key)),
+    ):
+        theirs, ours = (jax.random.key_data(make(key)) for key in _two_keys())
+        assert np.array_equal(ours, theirs)
+    seeds = [jax.random.key(2**31 + 9, impl=impl) for impl in (None, threefry.written_out())]
+    assert np.array_equal(*map(jax.random.key_data, seeds))
+
+
+def test_written_out_beyond_32_bits() -> None:
+    """Positions have 64 bits where there are so many."""
+    key = _two_keys()[1]
+    with jax.enable_x64(True):
+        made = jax.make_jaxpr(lambda: jax.random.bits(key, (2**20, 2**14)))()
+    assert "u64[1048576,16384]" in str(made)
+
+
 def test_this_backend_knows_the_answers() -> None:
     got, right = threefry.known_answers()
     assert got.tolist() == right.tolist()

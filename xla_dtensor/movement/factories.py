@@ -31,7 +31,6 @@ from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.lowering.context import Place, at
 from xla_dtensor.lowering.ops import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
 from xla_dtensor.movement import source_rank
@@ -317,9 +316,7 @@ def _make(name: str, form: Form, key: Any, fill_value: Any) -> Any:
     if name in _RANDOM:
         # The same numbers as torch.rand(..., device="xla").
         make = random.rand if name == "rand" else random.randn
-        devices = 1 if form.frame is None else len(form.frame.device_ids)
-        with at(Place(jax.default_backend(), devices=devices)):
-            return make(key, form.shape, dtype=form.dtype)
+        return make(key, form.shape, dtype=form.dtype)
     value = {"zeros": 0, "empty": 0, "ones": 1, "full": fill_value}[name]
     return jnp.full(form.shape, value, dtype=form.jax_dtype)
 

@@ -16,7 +16,6 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.torch_private import StridedShard
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
-from xla_dtensor.lowering.context import Place, at
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
 from xla_dtensor.mesh.waypoints import waypoints
@@ -270,9 +269,9 @@ def _compiler_placements(
             for leaf, form in zip(leaves, forms, strict=True)
         ]
         kwargs = {name: fill(value, values) for name, value in call.kwargs.items()}
-        keys = lambda: rng.key_of(rng.words(), next(counter))
-        with at(Place(jax.default_backend(), devices=mesh.size())):
-            fresh, writes = lowered(keys, fill(list(call.args), values), kwargs)
+        fresh, writes = lowered(
+            lambda: rng.key_of(rng.words(), next(counter)), fill(list(call.args), values), kwargs
+        )
         return [value for value in (*fresh, *writes) if value is not None]
 
     # What varies is computed on each device by itself.

@@ -7,7 +7,7 @@ Numbers are torch's in distribution, not in value: torch's generators are sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.base.random import threefry
 from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.lowering.ops.factory import factory_dtype
@@ -35,36 +36,30 @@ def _float(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32)
 
 
-def _drawn(draw: Callable[[tuple[int, ...]], jax.Array], shape: Shape) -> jax.Array:
-    """What ``draw`` gives of ``shape``.
-
-    On one CPU it is drawn as one row. A number is a function of the key and its position in the
-    whole, so these are the same numbers; and XLA's loops over small dims, one in the other, take
-    LLVM long: the mask of ``(4, 4, 8, 10)`` elements 2.2 s, of a row of as many 0.1 s.
-    """
-    place = here()
-    if place.platform != "cpu" or place.devices > 1:
-        return draw(tuple(shape))
-    return draw((math.prod(shape),)).reshape(tuple(shape))
+def _quick(key: jax.Array) -> jax.Array:
+    """``key`` for the same numbers, computed as XLA's CPU backend does it best."""
+    if here().platform != "cpu":
+        return key
+    return jax.random.wrap_key_data(jax.random.key_data(key), impl=threefry.written_out())
 
 
 def _uniform(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     """Uniform in [0, 1); both parts of a complex number are."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
-        real, imag = _uniform(key, (2, *shape), part)
+        real, imag = jax.random.uniform(_quick(key), (2, *shape), part)
         return lax.complex(real, imag)
     # Sampled in the target dtype: rounding a single-precision sample could give 1.
-    return _drawn(lambda row: jax.random.uniform(key, row, dtype), shape)
+    return jax.random.uniform(_quick(key), tuple(shape), dtype)
 
 
 def _normal(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     work = _float(dtype)
     if work != np.float32:
-        return _drawn(lambda row: jax.random.normal(key, row, work), shape).astype(dtype)
+        return jax.random.normal(_quick(key), tuple(shape), work).astype(dtype)
     # Not -1, whose inverse error function is minus infinity.
     low = np.nextafter(np.float32(-1), np.float32(0))
-    uniform = _drawn(lambda row: jax.random.uniform(key, row, work, minval=low, maxval=1), shape)
+    uniform = jax.random.uniform(_quick(key), tuple(shape), work, minval=low, maxval=1)
 
     def double(u: jax.Array) -> jax.Array:
         return (np.sqrt(2) * lax.erf_inv(u.astype(np.float64))).astype(np.float32)
@@ -75,18 +70,14 @@ def _normal(key: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     return NORMAL_IN_DOUBLE.choose(double, single, uniform).astype(dtype)
 
 
-def _exponential(key: jax.Array, x: jax.Array) -> jax.Array:
-    return _drawn(lambda row: jax.random.exponential(key, row, _float(x.dtype)), x.shape)
-
-
 def _integers(key: jax.Array, shape: Shape, low: Any, span: Any) -> jax.Array:
     """Integers in [low, low + span), from 32 bits each where those suffice, as in torch.
     A Python ``span`` may be 2**64: all of int64."""
     if isinstance(span, int) and span <= 2**32:
-        bits = _drawn(lambda row: jax.random.bits(key, row, np.uint32), shape)
+        bits = jax.random.bits(_quick(key), tuple(shape), np.uint32)
         offset = (bits if span == 2**32 else bits % np.uint32(span)).astype(np.int64)
     else:
-        bits = _drawn(lambda row: jax.random.bits(key, row, np.uint64), shape)
+        bits = jax.random.bits(_quick(key), tuple(shape), np.uint64)
         whole = isinstance(span, int) and span == 2**64
         offset = (bits if whole else bits % jnp.asarray(span, np.uint64)).astype(np.int64)
     return offset + low
@@ -196,13 +187,12 @@ def log_normal(key: jax.Array, x: jax.Array, mean: float = 1.0, std: float = 2.0
 
 @lowers("cauchy", random=True)
 def cauchy(key: jax.Array, x: jax.Array, median: float = 0.0, sigma: float = 1.0) -> jax.Array:
-    drawn = _drawn(lambda row: jax.random.cauchy(key, row, _float(x.dtype)), x.shape)
-    return drawn * sigma + median
+    return jax.random.cauchy(_quick(key), x.shape, _float(x.dtype)) * sigma + median
 
 
 @lowers("exponential", random=True, symbolic_floats=True)
 def exponential(key: jax.Array, x: jax.Array, lambd: float = 1.0) -> jax.Array:
-    return _exponential(key, x) / lambd
+    return jax.random.exponential(_quick(key), x.shape, _float(x.dtype)) / lambd
 
 
 @lowers("geometric", random=True)
@@ -210,7 +200,7 @@ def geometric(key: jax.Array, x: jax.Array, p: float) -> jax.Array:
     """How many trials until the first success, 1 at least."""
     if p == 1:
         return jnp.ones_like(x)
-    trials = _exponential(key, x) / -math.log1p(-p)
+    trials = jax.random.exponential(_quick(key), x.shape, _float(x.dtype)) / -math.log1p(-p)
     return jnp.maximum(jnp.ceil(trials), 1)
 
 
@@ -242,21 +232,15 @@ def random_from(key: jax.Array, x: jax.Array, from_: int, to: int | None) -> jax
 # With probabilities --------------------------------------------------------------------------
 
 
-def _bernoulli(key: jax.Array, p: jax.Array, shape: Shape) -> jax.Array:
-    """True with probability ``p``, which broadcasts."""
-    work = _float(p.dtype)
-    return _uniform(key, shape, work) < p.astype(work)
-
-
 @lowers("bernoulli", random=True)
 def bernoulli(key: jax.Array, p: jax.Array) -> jax.Array:
-    return _bernoulli(key, p, p.shape).astype(p.dtype)
+    return jax.random.bernoulli(_quick(key), p.astype(_float(p.dtype))).astype(p.dtype)
 
 
 @lowers("bernoulli.p", "bernoulli.Tensor", random=True, symbolic_floats=True)
 def bernoulli_p(key: jax.Array, x: jax.Array, p: Any = 0.5) -> jax.Array:
     p = jnp.broadcast_to(jnp.asarray(p), x.shape)
-    return _bernoulli(key, p, x.shape).astype(x.dtype)
+    return jax.random.bernoulli(_quick(key), p.astype(_float(p.dtype))).astype(x.dtype)
 
 
 @lowers("poisson", random=True)
@@ -303,7 +287,7 @@ def multinomial(
         )
     if not replacement:
         # The Gumbel-max trick: the k largest perturbed logits are k draws without replacement.
-        gumbel = _drawn(lambda row: jax.random.gumbel(key, row, logits.dtype), x.shape)
+        gumbel = jax.random.gumbel(_quick(key), x.shape, logits.dtype)
         largest = lambda keys: lax.top_k(keys, num_samples)[1]
         drawn = per_slice(largest, x.ndim - 1, logits + gumbel)
         return drawn.astype(np.int64)
@@ -323,7 +307,7 @@ def native_dropout(
         return x, jnp.ones(x.shape, bool)
     if is_exactly(p, 1):
         return jnp.zeros_like(x), jnp.zeros(x.shape, bool)
-    mask = _bernoulli(key, jnp.asarray(1 - p, np.float32), x.shape)
+    mask = jax.random.bernoulli(_quick(key), jnp.asarray(1 - p, np.float32), x.shape)
     scaled = x * jnp.asarray(1 / (1 - p), x.dtype)
     return jnp.where(mask, scaled, jnp.zeros((), x.dtype)), mask
 
