@@ -18,6 +18,8 @@ repeated has the same bits. A piece begins
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,9 +79,6 @@ class _Program:
         entries: whose operands are the piece's own arrays, numbers and values.
         wanted: which of its values others need.
         is_exact: whether they compute the same bits one by one.
-
-    Attributes:
-        compiling: what ends when it is compiled; None before somebody begins.
     """
 
     def __init__(self, entries: tuple[Entry, ...], wanted: tuple[int, ...], is_exact: bool) -> None:
@@ -88,30 +87,29 @@ class _Program:
         # A single operation has a program already: its plan's.
         self._is_single = len(entries) == 1
         self._times_alone = OFTEN if is_exact and len(entries) <= ENOUGH else 0
-        self.compiling: Future[Any] | None = None
+        self._is_compiled = False
 
     @property
     def is_fused(self) -> bool:
         """Whether its next call is one program of all operations."""
         return not (self._is_single or self._times_alone)
 
-    def compile(self, arrays: list[Any], numbers: list[Any], states: list[Any]) -> None:
-        """Begin to compile it for such operands, in another thread."""
-        self.compiling = _compilers.submit(self._fused.lower(arrays, numbers).compile)
+    @property
+    def is_new(self) -> bool:
+        """Whether its next call would compile it."""
+        return self.is_fused and not self._is_compiled
 
-    def _wait(self) -> None:
-        if self.compiling is not None:
-            try:
-                self.compiling.result()
-            except Exception:
-                self.compiling = None  # what has failed may work another time
-                raise
+    def compile(
+        self, arrays: list[Any], numbers: list[Any], states: list[Any]
+    ) -> Future[jax.stages.Compiled]:
+        """Begin to compile it for such operands, in another thread."""
+        self._is_compiled = True
+        return _compilers.submit(self._fused.lower(arrays, numbers).compile)
 
     def __call__(
         self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]
     ) -> list[Any]:
         if self.is_fused:
-            self._wait()
             results: list[Any] = self._fused(arrays, numbers)
             return results
         self._times_alone = max(0, self._times_alone - 1)
@@ -246,9 +244,29 @@ class Pieces:
 
     def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
         """Compile what nobody has compiled, several programs at a time."""
-        for piece in self._pieces:
-            if piece.program.is_fused and piece.program.compiling is None:
+        if sum(piece.program.is_new for piece in self._pieces) < 2:
+            return  # the call compiles it
+        with _without_finalizers():
+            begun = [
                 piece.program.compile(*piece.operands(arrays, self._shapes, numbers))
+                for piece in self._pieces
+                if piece.program.is_new
+            ]
+            for compiling in begun:
+                compiling.result()
+
+
+@contextlib.contextmanager
+def _without_finalizers() -> Iterator[None]:
+    """Nothing is collected in this block. The finalizer of something that reads a tensor, in a
+    thread that compiles, would wait for the lock that the thread has which waits for it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _are_apart(entries: Sequence[Entry], exact: list[bool], i: int) -> bool:

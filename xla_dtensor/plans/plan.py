@@ -27,7 +27,7 @@ from xla_dtensor.plans.result_forms import (
 from xla_dtensor.plans.result_placements import Answer, pins
 from xla_dtensor.plans.shard_map_call import cut_of
 
-_sames: Cache[Any, Plan] = Cache("plans but for strides", 2048)
+_sames: Cache[Any, Plan] = Cache("computations of plans", 2048)
 lowering_changes.listen(_sames.clear)
 rules.changes.listen(_sames.clear)
 
