@@ -256,6 +256,27 @@ def test_finalizers_wait_for_no_compilation() -> None:
     assert done and gc.isenabled()
 
 
+def test_listeners_wait_for_no_compilation() -> None:
+    pieces.programs.clear()
+    batch.executables.clear()
+    steps, seen = torch.tensor(5.0).to("xla"), []
+    steps.cpu()
+
+    def listen(name: str, seconds: float, **kwargs: Any) -> None:
+        if "backend_compile" in name:
+            seen.append(steps.item())
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        x = torch.full((7, 7), 0.5, device="xla")
+        y = ((x @ x).tanh() * 3 + 1) @ x
+        want = ((x.cpu() @ x.cpu()).tanh() * 3 + 1) @ x.cpu()
+        torch.testing.assert_close(y.cpu(), want)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert set(seen) == {5.0}
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, jax.errors.JaxRuntimeError])
 def test_a_compilation_that_ends_early(error: type[BaseException]) -> None:
     """What was to be computed has no value after Ctrl-C, and can be done again."""

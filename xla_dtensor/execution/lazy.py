@@ -46,7 +46,7 @@ from xla_dtensor.execution.batch_program import (
     one_by_one,
 )
 from xla_dtensor.execution.interfaces import Call, Plan
-from xla_dtensor.execution.pieces import Pieces
+from xla_dtensor.execution.pieces import Pieces, refuse_to_wait
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.sharing import lock, looked_at
 from xla_dtensor.forms.storage import Pending
@@ -308,6 +308,7 @@ class Rounds:
 
 class _Threads(threading.local):
     def __init__(self) -> None:
+        refuse_to_wait()
         self.batch = Lazy()
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -57,7 +58,18 @@ _BEGINNING = (Kind.PRODUCT, Kind.CONVOLUTION)
 
 
 # XLA compiles a program for the most part in one thread.
-_compilers = ThreadPoolExecutor(os.cpu_count(), "xla_dtensor compiles")
+_COMPILES = "xla_dtensor compiles"
+_compilers = ThreadPoolExecutor(os.cpu_count(), _COMPILES)
+
+
+def refuse_to_wait() -> None:
+    """Raise in a thread that compiles, which would wait for the lock that the thread has which
+    waits for it. What was to be compiled is then run operation by operation."""
+    if threading.current_thread().name.startswith(_COMPILES):
+        raise RuntimeError(
+            "something that JAX calls while it compiles (a listener of jax.monitoring) uses an xla "
+            "tensor, in a thread of the compiler: keep a number for it instead (x.item())"
+        )
 
 
 class _AsItIs:
