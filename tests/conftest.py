@@ -160,6 +160,16 @@ def scratch() -> Iterator[None]:
 
 
 @pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three operations and more are launched together."""
+    lazy.flush()
+    monkeypatch.setattr(xd.config, "eager", "lazy")
+    monkeypatch.setattr(lazy, "FEW", 2)
+    yield
+    lazy.flush()
+
+
+@pytest.fixture
 def compiles() -> Iterator[Callable[[], int]]:
     """How many programs XLA has compiled since the last call."""
     count = [0]

@@ -24,6 +24,7 @@ from xla_dtensor.mesh.group import MeshGroup, group_of
 
 KNOWN = {
     "batches": 256,
+    "batches in pieces": 1024,
     "batches run one by one": 1024,
     "calls of JAX functions": None,
     "computations of plans": 2048,

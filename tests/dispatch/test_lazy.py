@@ -9,7 +9,7 @@ import io
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,21 +27,14 @@ from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.forms.storage import Pending
 
 R = Replicate()
+pytestmark = pytest.mark.usefixtures("small_batches")
+
 LAYOUTS: dict[str, Any] = {
     "one device": None,
     "replicated": [R, R],
     "by rows": [Shard(0), R],
     "uneven": [Shard(1), Shard(0)],
 }
-
-
-@pytest.fixture(autouse=True)
-def _lazily(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    lazy.flush()
-    monkeypatch.setattr(xd.config, "eager", "lazy")
-    monkeypatch.setattr(lazy, "FEW", 2)  # so that small programs are launched together, too
-    yield
-    lazy.flush()
 
 
 def place(value: torch.Tensor, layout: str, mesh: DeviceMesh) -> Any:
@@ -349,6 +342,7 @@ def _fails(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(lazy, "fused", lambda *args: no_memory)
     monkeypatch.setattr(lazy, "Pieces", lambda *args: no_memory)
     batch.executables.clear()
+    pieces.cut_batches.clear()
     run = lazy.one_by_one
 
     def one_by_one(entries: Any, *args: Any) -> Any:
@@ -489,6 +483,7 @@ def test_a_loop_is_few_programs(compiles: Callable[[], int], mesh_2x4: DeviceMes
             full(go(*placed))
             assert compiles() == 0
             batch.executables.clear()
+            pieces.cut_batches.clear()
             full(go(*placed))
         assert compiles() <= 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_dtensor as xd
-from xla_dtensor.execution import batch, lazy, pieces
+from xla_dtensor.execution import pieces
+
+pytestmark = pytest.mark.usefixtures("small_batches")
 
 
-@pytest.fixture(autouse=True)
-def _lazily(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    lazy.flush()
-    monkeypatch.setattr(xd.config, "eager", "lazy")
-    monkeypatch.setattr(lazy, "FEW", 2)  # so that small programs are launched together, too
-    yield
-    lazy.flush()
+def _forget() -> None:
+    """What was compiled."""
+    pieces.programs.clear()
+    pieces.cut_batches.clear()
 
 
 def _block() -> nn.Module:
@@ -63,8 +62,7 @@ def test_layers_have_programs_in_common(compiles: Callable[[], int]) -> None:
     counts = []
     x = torch.randn(4, 8).to("xla")
     for layers in (3, 6):
-        pieces.programs.clear()
-        batch.executables.clear()
+        _forget()
         model = nn.Sequential(*(_block() for _ in range(layers))).to("xla")
         compiles()
         model(x).sum().backward()
@@ -163,8 +161,7 @@ def test_exact_operations_are_the_same_together_and_alone(
 ) -> None:
     """They run one by one until they have come often."""
     monkeypatch.setattr(pieces, "OFTEN", 3)
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     alone: list[bool] = []
     run = pieces.one_by_one
 
@@ -200,8 +197,7 @@ def test_what_fails_between_others() -> None:
 
 
 def test_a_compilation_that_fails_is_tried_again() -> None:
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     x = torch.full((3, 3), 2.0, device="xla")
     failed: list[Any] = []
 
@@ -257,8 +253,7 @@ def test_finalizers_wait_for_no_compilation() -> None:
 
 
 def test_listeners_wait_for_no_compilation() -> None:
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     steps, seen = torch.tensor(5.0).to("xla"), []
     steps.cpu()
 
@@ -280,8 +275,7 @@ def test_listeners_wait_for_no_compilation() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, jax.errors.JaxRuntimeError])
 def test_a_compilation_that_ends_early(error: type[BaseException]) -> None:
     """What was to be computed has no value after Ctrl-C, and can be done again."""
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     x = torch.full((5, 5), 2.0, device="xla")
     x.cpu()
 
@@ -322,8 +316,7 @@ def test_values_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_share_programs() -> None:
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     values = [torch.full((6, 6), 0.1 * i) for i in range(6)]
     found: dict[int, torch.Tensor] = {}
 
@@ -365,8 +358,7 @@ def test_strides_are_no_matter(
 
 def test_what_is_compiled_ahead_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random states, numbers, views, what other pieces give: for the same kinds of operands."""
-    pieces.programs.clear()
-    batch.executables.clear()
+    _forget()
     count = [0]
 
     def listen(name: str, seconds: float, **kwargs: Any) -> None:
@@ -393,3 +385,63 @@ def test_what_is_compiled_ahead_is_what_is_called(monkeypatch: pytest.MonkeyPatc
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(calls) >= 3 and not any(calls)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The operations of each program that is launched."""
+    names: list[list[str]] = []
+    run = pieces._Program.__call__
+
+    def call(self: Any, *args: Any) -> Any:
+        names.append([entry.operation.name for entry in self._entries])
+        return run(self, *args)
+
+    monkeypatch.setattr(pieces._Program, "__call__", call)
+    return names
+
+
+def test_what_nobody_needs_is_not_computed(launched: list[list[str]]) -> None:
+    x = torch.rand(6, 6, device="xla")
+    x.cpu()
+    launched.clear()
+    dropped = x
+    for _ in range(5):
+        dropped = (dropped @ x).tanh()
+    kept = (x @ x).relu()
+    del dropped
+    torch.testing.assert_close(kept.cpu(), (x.cpu() @ x.cpu()).relu())
+    assert launched == [["aten::mm.default", "aten::relu.default"]]
+
+
+def test_a_view_is_computed_where_it_is_read(launched: list[list[str]]) -> None:
+    """In both programs, without memory of its own: a product takes a transposed tensor as it is."""
+    x = torch.rand(6, 6, device="xla")
+    x.cpu()
+    launched.clear()
+    turned = x.t()
+    y = ((x @ turned).relu() @ turned).exp() + turned[1:2]
+    want = ((x.cpu() @ x.cpu().t()).relu() @ x.cpu().t()).exp() + x.cpu().t()[1:2]
+    torch.testing.assert_close(y.cpu(), want)
+    assert launched == [
+        ["a view", "aten::mm.default", "aten::relu.default"],
+        ["a view", "aten::mm.default", "aten::exp.default", "a view", "aten::add.Tensor"],
+    ]
+
+
+def test_a_users_code_runs_if_nobody_needs_it() -> None:
+    """It may do something besides."""
+    done: list[float] = []
+
+    @xd.jax_function
+    def told(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: done.append(float(value)), x.sum())
+        return x * 2
+
+    x = torch.ones(4, 4, device="xla")
+    y = (x @ x).relu()
+    told(y)
+    z = (y @ x).relu()
+    z.cpu()
+    jax.effects_barrier()
+    assert done == [64.0]

@@ -460,3 +460,19 @@ def test_as_strided_of_other_numbers_than_the_memorys(of_complex: bool, view: An
         shown.as_strided([2], [4], 1)
     copy = shown.clone()
     assert torch.equal(copy.as_strided([2], [4], 1).cpu(), copy.cpu().as_strided([2], [4], 1))
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.t(), lambda x: x[1:, ::2], lambda x: x.t().contiguous().t()]
+)
+def test_as_strided_copy_is_about_memory(
+    view: Callable[[torch.Tensor], torch.Tensor], out: bool
+) -> None:
+    x = torch.arange(20.0).reshape(4, 5)
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        given = {"out": torch.empty(0, device=x.device)} if out else {}
+        return torch.as_strided_copy(view(x), (2, 3), (3, 1), **given)
+
+    assert torch.equal(copied(x.to("xla")).cpu(), copied(x))

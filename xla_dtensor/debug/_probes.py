@@ -45,7 +45,7 @@ PROBES = (
         "threefry2x32",
         ("torch.rand", "torch.randn", "torch.randperm", "F.dropout", "torch.multinomial"),
     ),
-    Probe("random bits on shards", programs.random_bits, "xui64>", ("torch.rand", "F.dropout")),
+    Probe("random bits on shards", programs.random_bits, "xui32>", ("torch.rand", "F.dropout")),
     # --- dtypes ---
     Probe("float64", programs.close_to_one(np.float64), "xf64>", ("Tensor.double",), 1e-9),
     Probe(

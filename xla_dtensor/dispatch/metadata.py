@@ -74,6 +74,16 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return dispatch(func, (base, args[1], args[2], offset), {})
 
 
+@handles("aten::as_strided_copy.default", "aten::as_strided_copy.out")
+def _as_strided_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """By the view, which is about memory and not, as a lowering is, about values in order."""
+    out = {name: value for name, value in kwargs.items() if name == "out"}
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    view = dispatch(aten.as_strided.default, args, others)
+    overload = aten.clone.out if out else aten.clone.default
+    return dispatch(overload, (view,), {"memory_format": torch.contiguous_format, **out})
+
+
 def _base(tensor: Any) -> Any:
     """The tensor whose elements are the memory that ``tensor`` shows: the one that its storage was
     made for, or, between sharded tensors and what devices hold, the whole of what it is a view of

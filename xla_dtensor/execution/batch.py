@@ -1,4 +1,5 @@
-"""An executor that writes operations down, and launches them as one XLA program.
+"""An executor that writes operations down, and launches them as one XLA program (or, on one device
+and outside of a block, as several: `pieces.py`).
 
 Inside `batched()` an operation isn't executed: its plan is written down, and its results are
 `Pending` values in their storages. When the block ends, or somebody looks at one of the values, all

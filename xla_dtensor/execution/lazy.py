@@ -7,6 +7,8 @@ sequence of operations has come round: the rounds of a loop, the layers of a mod
 backward pass, each become a launch of the same program. Where that is depends on the operations
 alone, not on time or memory, so that the next step cuts in the same places.
 
+On a mesh a batch is one program, on one device several that other batches have, too (`pieces.py`).
+
 A few operations run one by one until they have come in this order many times: their programs serve
 wherever the same operations stand, and much eager code is written to be run once.
 
@@ -46,7 +48,7 @@ from xla_dtensor.execution.batch_program import (
     one_by_one,
 )
 from xla_dtensor.execution.interfaces import Call, Plan
-from xla_dtensor.execution.pieces import Pieces, refuse_to_wait
+from xla_dtensor.execution.pieces import Pieces, cut_batches, refuse_to_wait
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.sharing import lock, looked_at
 from xla_dtensor.forms.storage import Pending
@@ -187,7 +189,10 @@ class Lazy(Batch):
         if not waiting:
             return []
         key, outputs = self._key(waiting)
-        executable = executables.get(key)
+        # Apart from those of blocks, which are one program each: a step's bits don't depend on who
+        # came first.
+        known: Cache[Any, Any] = cut_batches if self._frame is None else executables
+        executable = known.get(key)
         if executable is None:
             if len(self._entries) <= FEW:
                 times = _seen.get(key) or 0
@@ -199,7 +204,7 @@ class Lazy(Batch):
                 executable = Pieces(self._entries, self._arrays, outputs)
             else:
                 executable = fused(self._entries, outputs)
-            executables.put(key, executable)
+            known.put(key, executable)
         try:
             with self._outside_of_traces():
                 return self._run(executable, waiting)

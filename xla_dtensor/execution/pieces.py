@@ -24,7 +24,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ from xla_dtensor.execution.batch_program import (
     Numbers,
     Operation,
     Outputs,
+    ViewRead,
     fused,
     one_by_one,
 )
@@ -51,7 +52,7 @@ from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_
 
 OFTEN = 32  # times that a piece of exact operations runs one by one
-ENOUGH = 64  # operations in such a piece
+SOME = 64  # operations in such a piece
 
 _CAT = "aten::cat.default"  # alone, as what grows in each round has a new shape each time
 _BEGINNING = (Kind.PRODUCT, Kind.CONVOLUTION)
@@ -98,7 +99,7 @@ class _Program:
         self._fused: Any = fused(entries, [(index, _AS_IT_IS) for index in wanted])
         # A single operation has a program already: its plan's.
         self._is_single = len(entries) == 1
-        self._times_alone = OFTEN if is_exact and len(entries) <= ENOUGH else 0
+        self._times_alone = OFTEN if is_exact and len(entries) <= SOME else 0
         self._is_compiled = False
 
     @property
@@ -141,12 +142,11 @@ rules.changes.listen(programs.clear)
 
 
 class _Piece:
-    """Some consecutive entries of a batch, as one of the batch's programs.
+    """Some entries of a batch, as one of the batch's programs.
 
     Args:
-        entries: the batch's.
-        values: the numbers of the values that they compute.
-        wanted: those of them that others need.
+        entries: with the number of the first value of each.
+        wanted: the numbers of those values that others need.
         is_exact: as in `_Program`.
 
     Attributes:
@@ -155,24 +155,29 @@ class _Piece:
     """
 
     def __init__(
-        self, entries: Sequence[Entry], values: range, wanted: list[int], is_exact: bool
+        self, entries: Sequence[tuple[int, Entry]], wanted: list[int], is_exact: bool
     ) -> None:
-        self._first, self.wanted = values.start, wanted
-        # The operands of the batch that are the program's arrays, by kind those that are its
-        # numbers, and of its random operations those that are a generator's state, each with how
-        # many operations come between.
+        self.wanted = wanted
+        # The operands of the batch that are the program's arrays, and by kind those that are its
+        # numbers; of its random operations those that are a generator's state, each with how many
+        # operations come between. By operand of the batch the program's own.
         self._sources: list[int] = []
         self._numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
-        self._states = [(e.state[0], e.state[1] or 0) for e in entries if e.state is not None]
+        states = [entry.state for _, entry in entries if entry.state is not None]
+        self._states = [(code, since or 0) for code, since in states]
         self._own: dict[int, int] = {}
-        renumbered = list(map(self._renumbered, entries))
+        values = [first + n for first, e in entries for n in range(e.operation.results)]
+        places = {index: place for place, index in enumerate(values)}
+        for index, place in places.items():
+            self._own[index * KINDS + VALUE] = place * KINDS + VALUE
+        renumbered = [self._renumbered(entry) for _, entry in entries]
         # The states are the last of its arrays.
-        places = iter(range(len(self._sources), len(self._sources) + len(self._states)))
+        free = iter(range(len(self._sources), len(self._sources) + len(self._states)))
         own = tuple(
-            e if e.state is None else e._replace(state=(next(places) * KINDS + ARRAY, None))
+            e if e.state is None else e._replace(state=(next(free) * KINDS + ARRAY, None))
             for e in renumbered
         )
-        key = own, tuple(index - self._first for index in wanted), is_exact
+        key = own, tuple(places[index] for index in wanted), is_exact
         self.program = programs.get(key) or programs.put(key, _Program(*key))
 
     def operands(
@@ -182,7 +187,7 @@ class _Piece:
 
         Args:
             arrays, numbers: the batch's.
-            values: those that it has computed, by number.
+            values: by number those that it has computed, or (to compile) their shapes.
         """
         sources = {ARRAY: arrays, VALUE: values}
         given = [sources[code % KINDS][code // KINDS] for code in self._sources]
@@ -191,6 +196,8 @@ class _Piece:
         return [*given, *states], own, states
 
     def _renumbered(self, entry: Entry) -> Entry:
+        """The entry with operands of the program: what stands in its own lists, not in those of the
+        batch. An operand that the program doesn't compute becomes an array or a number of it."""
         bases = [b and (self._operand(b[0]), self._operands(b[1])) for b in entry.bases]
         return entry._replace(leaves=self._operands(entry.leaves), bases=tuple(bases))
 
@@ -198,11 +205,9 @@ class _Piece:
         return tuple(map(self._operand, codes))
 
     def _operand(self, code: int) -> int:
-        index, kind = divmod(code, KINDS)
-        if kind == VALUE and index >= self._first:
-            return (index - self._first) * KINDS + VALUE
         own = self._own.get(code)
         if own is None:
+            index, kind = divmod(code, KINDS)
             if kind in (ARRAY, VALUE):
                 own = len(self._sources) * KINDS + ARRAY
                 self._sources.append(code)
@@ -211,6 +216,11 @@ class _Piece:
                 self._numbers[kind].append(index)
             self._own[code] = own
         return own
+
+    @property
+    def needed(self) -> set[int]:
+        """The numbers of the values of the batch that it takes."""
+        return {code // KINDS for code in self._sources if _is_value(code)}
 
 
 class Pieces:
@@ -222,35 +232,32 @@ class Pieces:
     """
 
     def __init__(self, entries: Sequence[Entry], arrays: Sequence[Any], outputs: Outputs) -> None:
-        exact = list(_are_exact(entries, arrays))
-        starts = [i for i in range(len(entries)) if not i or _are_apart(entries, exact, i)]
-        bounds = list(pairwise([*starts, len(entries)]))
-        firsts = [0, *accumulate(entry.operation.results for entry in entries)]
         self._outputs = [index for index, _ in outputs]
-        last: dict[int, int] = {}  # the piece after which others don't need a value any more
-        for number, (start, end) in enumerate(bounds):
-            needed = {c // KINDS for e in entries[start:end] for c in _operands(e) if _is_value(c)}
-            last |= {index: number for index in needed if index < firsts[start]}
-        last |= dict.fromkeys(self._outputs, len(bounds))
-        self._pieces = []
-        for start, end in bounds:
-            values = range(firsts[start], firsts[end])
-            wanted = [index for index in values if index in last]
-            self._pieces.append(_Piece(entries[start:end], values, wanted, exact[start]))
-        self._over = [[i for i, end in last.items() if end == n] for n in range(len(bounds))]
-        self._is_new = True
+        firsts = [0, *accumulate(entry.operation.results for entry in entries)]
         forms = [form for entry in entries for form in _forms(entry.operation)]
         self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
+        self._is_new = True
+        # From the last to the first: what later ones need is known then.
+        self._pieces: list[_Piece] = []
+        self._last_used: list[list[int]] = []  # by piece the values that no later one needs
+        needed = set(self._outputs)
+        for members, is_exact in reversed(_cut(entries, firsts, arrays, needed)):
+            given = [index for i in members for index in range(firsts[i], firsts[i + 1])]
+            wanted = [index for index in given if index in needed]
+            piece = _Piece([(firsts[i], entries[i]) for i in members], wanted, is_exact)
+            self._pieces.insert(0, piece)
+            self._last_used.insert(0, sorted(piece.needed - needed))
+            needed |= piece.needed
 
     def __call__(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
         if self._is_new:
             self._is_new = False
             self._compile(arrays, numbers)
         values: dict[int, Any] = {}
-        for piece, over in zip(self._pieces, self._over, strict=True):
+        for piece, last_used in zip(self._pieces, self._last_used, strict=True):
             results = piece.program(*piece.operands(arrays, values, numbers))
             values.update(zip(piece.wanted, results, strict=True))
-            for index in over:
+            for index in last_used:
                 del values[index]
         return [values[index] for index in self._outputs]
 
@@ -281,10 +288,60 @@ def _without_finalizers() -> Iterator[None]:
             gc.enable()
 
 
-def _are_apart(entries: Sequence[Entry], exact: list[bool], i: int) -> bool:
-    """Whether entry ``i`` isn't in one piece with the one before."""
-    before, name = entries[i - 1].operation.name, entries[i].operation.name
-    if exact[i] != exact[i - 1] or _CAT in (before, name):
+cut_batches: Cache[Any, Pieces] = Cache("batches in pieces", 1024)
+"""By the operations and their operands, and the values wanted, as `batch.executables`."""
+lowering_changes.listen(cut_batches.clear)
+rules.changes.listen(cut_batches.clear)
+
+
+def _cut(
+    entries: Sequence[Entry], firsts: list[int], arrays: Sequence[Any], outputs: set[int]
+) -> list[tuple[list[int], bool]]:
+    """Of each piece the indices of its entries, and whether all have to do with integers and bools.
+
+    What nobody needs is in no piece. A view is in each piece that reads it, and computed there: XLA
+    multiplies by a transposed tensor as it lies.
+
+    Args:
+        firsts: of each entry the number of its first value.
+        outputs: the numbers of the values wanted.
+    """
+    makers = {n: i for i in range(len(entries)) for n in range(firsts[i], firsts[i + 1])}
+    needed = set(outputs)
+    live: list[int] = []
+    for i in reversed(range(len(entries))):
+        given = range(firsts[i], firsts[i + 1])
+        if not needed.isdisjoint(given) or _may_have_effects(entries[i].operation):
+            live.insert(0, i)
+            needed.update(code // KINDS for code in _operands(entries[i]) if _is_value(code))
+    exact = list(_are_exact(entries, arrays))
+    views = {i for i in live if isinstance(entries[i].operation, ViewRead)}
+    views -= {makers[index] for index in outputs}
+    pieces: list[tuple[list[int], bool]] = []
+    before = None
+    for i in live:
+        if i in views:
+            continue
+        if before is None or exact[i] != exact[before] or _are_apart(entries[before], entries[i]):
+            pieces.append(([], exact[i]))
+        members = pieces[-1][0]
+        read = [makers[code // KINDS] for code in _operands(entries[i]) if _is_value(code)]
+        members += [view for view in dict.fromkeys(read) if view in views and view not in members]
+        members.append(i)
+        before = i
+    return pieces
+
+
+def _may_have_effects(operation: Operation) -> bool:
+    """Whether it may be something besides its values: code of the user's."""
+    run = getattr(operation, "run", None)
+    return run is not None and not run.is_ours
+
+
+def _are_apart(before: Entry, entry: Entry) -> bool:
+    """Whether two floating-point operations in a row aren't in one piece."""
+    name = entry.operation.name
+    if _CAT in (before.operation.name, name):
         return True
     return any(is_(kind, name) for kind in _BEGINNING)
 
@@ -315,7 +372,10 @@ def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool
 
 
 def _forms(operation: Operation) -> list[Form]:
-    return [*filter(None, operation.result_forms), *operation.base_forms]
+    """The forms of its values."""
+    forms = [*filter(None, operation.result_forms), *operation.base_forms]
+    assert len(forms) == operation.results, operation.name
+    return forms
 
 
 def _is_exact(dtype: np.dtype) -> bool:

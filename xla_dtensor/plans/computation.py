@@ -54,6 +54,7 @@ class Computation:
 
     Attributes:
         random: whether it draws random numbers.
+        is_ours: whether it runs no code but the package's.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class Computation:
         # Others run code that isn't the package's: torch's, of which the trace may hear, or the
         # user's (`jax_function`), which may do something else next time.
         module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
-        self._is_ours = module.startswith("xla_dtensor.lowering.")
+        self.is_ours = module.startswith("xla_dtensor.lowering.")
         self._known: Any = None
 
     def in_trace(self, trace: Any, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
         """The same in the trace of a step. Of arrays alone it is traced once: layers alike then
         have their equations from the first one, which takes a fraction of the time."""
         if (
-            not self._is_ours
+            not self.is_ours
             or self.random
             or self._axes
             or trace.wide is not None  # remembers tracers

@@ -58,7 +58,7 @@ class Plan:
         grows: whether one of them does.
         conditions: what must hold of arguments' values.
         random: whether the executable takes the generator's state first.
-        same: the first plan that computes the same, if it isn't the first: of tensors of one device
+        same: the first plan that computes the same, this one or another: of tensors of one device
             that differ in their strides alone, as those that are cut from what grows.
         of_scalars: whether it computes scalars from scalars alone, and nothing else.
         only_computes: whether it writes to nothing, and nothing has to hold of its arguments.

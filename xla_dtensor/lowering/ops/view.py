@@ -659,7 +659,6 @@ _COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
     split: ("split_copy.Tensor",),
     split_with_sizes: ("split_with_sizes_copy",),
     diagonal: ("diagonal_copy",),
-    as_strided: ("as_strided_copy",),
     unfold: ("unfold_copy",),
 }
 for _get, _names in _COPIES.items():
