@@ -22,7 +22,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from tests.parallel.harness import full
-from xla_dtensor.execution import batch, lazy
+from xla_dtensor.execution import batch, lazy, pieces
 from xla_dtensor.execution.batch_program import Conversion
 from xla_dtensor.forms.storage import Pending
 
