@@ -317,6 +317,14 @@ def _cut(
     exact = list(_are_exact(entries, arrays))
     views = {i for i in live if isinstance(entries[i].operation, ViewRead)}
     views -= {makers[index] for index in outputs}
+
+    def with_views(i: int) -> Iterator[int]:
+        """Entry ``i`` after the views that it reads, and those that these read."""
+        for code in _operands(entries[i]):
+            if _is_value(code) and makers[code // KINDS] in views:
+                yield from with_views(makers[code // KINDS])
+        yield i
+
     pieces: list[tuple[list[int], bool]] = []
     before = None
     for i in live:
@@ -325,9 +333,7 @@ def _cut(
         if before is None or exact[i] != exact[before] or _are_apart(entries[before], entries[i]):
             pieces.append(([], exact[i]))
         members = pieces[-1][0]
-        read = [makers[code // KINDS] for code in _operands(entries[i]) if _is_value(code)]
-        members += [view for view in dict.fromkeys(read) if view in views and view not in members]
-        members.append(i)
+        members += [member for member in dict.fromkeys(with_views(i)) if member not in members]
         before = i
     return pieces
 
