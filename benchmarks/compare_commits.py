@@ -12,13 +12,13 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from checkouts import ROOT, checkout
+
 WIDTH, LAYERS = 32, 8
 
 
@@ -140,22 +140,16 @@ class Side:
 
 def compare(base: str, rounds: int) -> None:
     """Print the table for ``base`` and the files as they are here."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = Path(folder) / "base"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(checkout), base], check=True)
-        try:
-            sides = [Side(checkout), Side(ROOT)]
-            times: dict[str, list[tuple[float, float]]] = {case: [] for case in sides[0].cases}
-            for number in range(rounds):
-                for case, found in times.items():
-                    order = sides if number % 2 else sides[::-1]
-                    taken = {side: side.measure(case) for side in order}
-                    found.append((taken[sides[0]], taken[sides[1]]))
-            for side in sides:
-                side.close()
-        finally:
-            subprocess.run([*git, "remove", "--force", str(checkout)], check=True)
+    with checkout(base) as files:
+        sides = [Side(files), Side(ROOT)]
+        times: dict[str, list[tuple[float, float]]] = {case: [] for case in sides[0].cases}
+        for number in range(rounds):
+            for case, found in times.items():
+                order = sides if number % 2 else sides[::-1]
+                taken = {side: side.measure(case) for side in order}
+                found.append((taken[sides[0]], taken[sides[1]]))
+        for side in sides:
+            side.close()
     report(base, rounds, times)
 
 

@@ -12,6 +12,7 @@ Every figure is taken in a fresh process; those of this checkout and of another 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -23,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkouts import ROOT, checkout
+
 PROGRAMS = [0]
 
 
@@ -152,36 +154,28 @@ def main() -> None:
     if options.child:
         print(json.dumps(child(options.child)))
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         checkouts = {"here": ROOT}
         if options.base:
-            base = Path(folder) / "base"
-            git = ["git", "-C", str(ROOT), "worktree"]
-            subprocess.run([*git, "add", "--detach", str(base), options.base], check=True)
-            checkouts["base"] = base
-        try:
-            kept = str(Path(folder) / "programs")
-            figures: dict[tuple[str, str], list[Any]] = {}
-            for _ in range(options.repeat):
-                for name, checkout in checkouts.items():
-                    for what in ("first", "steady"):
-                        figures.setdefault((what, name), []).append(run(what, checkout, "off"))
-            run("first", ROOT, kept)
-            again = [run("first", ROOT, kept) for _ in range(options.repeat)]
-            for name, checkout in checkouts.items():
-                first = statistics.median(figures["first", name])
-                pairs = figures["steady", name]
-                eager, compiled = (statistics.median(p[i] for p in pairs) for i in (0, 1))
-                print(f"{name}: first {first:.2f} s; step {1000 * eager:.0f} ms eager,", end=" ")
-                print(f"{1000 * compiled:.0f} ms compiled, ratio {eager / compiled:.2f};", end=" ")
-                loop, generate = (run(what, checkout, "off") for what in ("loop", "generate"))
-                print(f"programs: loop {loop[0]}, with gradients {loop[1]}; generate {generate}")
-            print(
-                f"here, programs kept by an earlier process: first {statistics.median(again):.2f} s"
-            )
-        finally:
-            if options.base:
-                subprocess.run([*git, "remove", "--force", str(base)], check=True)
+            checkouts["base"] = stack.enter_context(checkout(options.base))
+        kept = str(Path(folder) / "programs")
+        figures: dict[tuple[str, str], list[Any]] = {}
+        for _ in range(options.repeat):
+            for name, files in checkouts.items():
+                for what in ("first", "steady"):
+                    figures.setdefault((what, name), []).append(run(what, files, "off"))
+        run("first", ROOT, kept)
+        again = [run("first", ROOT, kept) for _ in range(options.repeat)]
+        for name, files in checkouts.items():
+            first = statistics.median(figures["first", name])
+            pairs = figures["steady", name]
+            eager, compiled = (statistics.median(p[i] for p in pairs) for i in (0, 1))
+            print(f"{name}: first {first:.2f} s; step {1000 * eager:.0f} ms eager,", end=" ")
+            print(f"{1000 * compiled:.0f} ms compiled, ratio {eager / compiled:.2f};", end=" ")
+            loop, generate = (run(what, files, "off") for what in ("loop", "generate"))
+            print(f"programs: loop {loop[0]}, with gradients {loop[1]}; generate {generate}")
+        print(f"here, programs kept by an earlier process: first {statistics.median(again):.2f} s")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ environment (`make env-libraries`): timm and botorch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -29,16 +30,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkouts import ROOT, checkout
+
 CALLS = 4
 
 
-def _training(model: Any, x: Any, target: Any, optimizer: Any) -> Callable[[], float]:
-    import torch
+def _training(forward: Callable[[], Any], optimizer: Any) -> Callable[[], float]:
+    """Steps of the optimizer by a loss."""
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), target)
+        loss = forward()
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -54,7 +56,7 @@ def _timm(name: str) -> Callable[[str], Callable[[], float]]:
         model = timm.create_model(name, num_classes=10).to(device)
         x, target = torch.randn(2, 3, 224, 224).to(device), torch.tensor([1, 2]).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        return _training(model, x, target, optimizer)
+        return _training(lambda: torch.nn.functional.cross_entropy(model(x), target), optimizer)
 
     return program
 
@@ -90,15 +92,7 @@ def _transformer(device: str) -> Callable[[], float]:
     model = torch.nn.Transformer(64, 4, 2, 2, 128, batch_first=True).to(device)
     source, target = torch.randn(4, 10, 64).to(device), torch.randn(4, 8, 64).to(device)
     optimizer = torch.optim.Adam(model.parameters())
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = model(source, target).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return _training(lambda: model(source, target).square().mean(), optimizer)
 
 
 def _acquisition(device: str) -> Callable[[], float]:
@@ -195,21 +189,14 @@ def main() -> None:
         return
     print("| program | first | second | programs | later | kept | CPU torch |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
         sides = {"": ROOT}
         if options.base:
-            sides[f", {options.base}"] = Path(folder) / "base"
-            command = ["git", "-C", str(ROOT), "worktree", "add", "--detach"]
-            subprocess.run([*command, f"{folder}/base", options.base], check=True)
-        try:
-            for name in options.only:
-                for side, root in sides.items():
-                    row = " | ".join(figures(root, name))
-                    print(f"| {name}{side} | {row} |", flush=True)
-        finally:
-            if options.base:
-                command = ["git", "-C", str(ROOT), "worktree", "remove", "--force"]
-                subprocess.run([*command, f"{folder}/base"], check=True)
+            sides[f", {options.base}"] = stack.enter_context(checkout(options.base))
+        for name in options.only:
+            for side, root in sides.items():
+                row = " | ".join(figures(root, name))
+                print(f"| {name}{side} | {row} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import xla_dtensor as xd
 '''
-LAZY = """from xla_dtensor.execution import lazy
+LAZY = """from xla_dtensor.execution import lazy, pieces
 
-lazy.OFTEN = 0  # a few operations, too, are joined at once
+lazy.OFTEN = pieces.OFTEN = 0  # a few operations, too, are joined at once
 """
 MESH = """
 on_devices = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})

@@ -24,7 +24,7 @@ from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
 from tests.fuzz.seeds import draw
 from tests.fuzz.shrink import shrunk
-from xla_dtensor.execution import lazy
+from xla_dtensor.execution import lazy, pieces
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy, "OFTEN", 0)
+    monkeypatch.setattr(pieces, "OFTEN", 0)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -33,7 +33,7 @@ from tests.fuzz.run import WAYS, Failure, failures, run
 from tests.fuzz.script import script
 from tests.fuzz.seeds import draw
 from tests.fuzz.shrink import shrunk
-from xla_dtensor.execution import lazy
+from xla_dtensor.execution import lazy, pieces
 from xla_dtensor.runtime import live_programs
 
 PROGRAMS = 600  # of XLA: more than a megabyte each
@@ -43,7 +43,8 @@ MEMORY = 3 * 2**30  # bytes; then the process ends
 def main() -> None:
     warnings.simplefilter("ignore")
     jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads what was lowered
-    lazy.OFTEN = 0  # a few operations, too, are joined at once, and not when they come often
+    # A few operations, too, are joined at once, and not when they come often.
+    lazy.OFTEN = pieces.OFTEN = 0
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what XLA and JAX print isn't an answer
     for request in sys.stdin:

@@ -77,11 +77,13 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles("aten::as_strided_copy.default", "aten::as_strided_copy.out")
 def _as_strided_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """By the view, which is about memory and not, as a lowering is, about values in order."""
-    out = {name: value for name, value in kwargs.items() if name == "out"}
-    others = {name: value for name, value in kwargs.items() if name != "out"}
+    others = dict(kwargs)
+    out = others.pop("out", None)
     view = dispatch(aten.as_strided.default, args, others)
-    overload = aten.clone.out if out else aten.clone.default
-    return dispatch(overload, (view,), {"memory_format": torch.contiguous_format, **out})
+    how = {"memory_format": torch.contiguous_format}
+    if out is None:
+        return dispatch(aten.clone.default, (view,), how)
+    return dispatch(aten.clone.out, (view,), {**how, "out": out})
 
 
 def _base(tensor: Any) -> Any:

@@ -201,10 +201,9 @@ class Lazy(Batch):
                     _seen.put(key, times + 1)
                     return self._one_by_one(waiting)
             if self._frame is None:
-                executable = Pieces(self._entries, self._arrays, outputs)
+                executable = known.put(key, Pieces(self._entries, self._arrays, outputs))
             else:
-                executable = fused(self._entries, outputs)
-            known.put(key, executable)
+                executable = known.put(key, fused(self._entries, outputs))
         try:
             with self._outside_of_traces():
                 return self._run(executable, waiting)

@@ -112,9 +112,7 @@ class _Program:
         """Whether its next call would compile it."""
         return self.is_fused and not self._is_compiled
 
-    def compile(
-        self, arrays: list[Any], numbers: list[Any], states: list[Any]
-    ) -> Future[jax.stages.Compiled]:
+    def compile(self, arrays: list[Any], numbers: list[np.ndarray]) -> Future[jax.stages.Compiled]:
         """Begin to compile it for such operands, in another thread."""
         self._is_compiled = True
         return _compilers.submit(self._fused.lower(arrays, numbers).compile)
@@ -123,6 +121,7 @@ class _Program:
         self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]
     ) -> list[Any]:
         if self.is_fused:
+            self._is_compiled = True
             results: list[Any] = self._fused(arrays, numbers)
             return results
         self._times_alone = max(0, self._times_alone - 1)
@@ -145,8 +144,9 @@ class _Piece:
     """Some entries of a batch, as one of the batch's programs.
 
     Args:
-        entries: with the number of the first value of each.
-        wanted: the numbers of those values that others need.
+        entries: the batch's.
+        values: the numbers of the values that they compute.
+        wanted: those of them that others need.
         is_exact: as in `_Program`.
 
     Attributes:
@@ -155,7 +155,7 @@ class _Piece:
     """
 
     def __init__(
-        self, entries: Sequence[tuple[int, Entry]], wanted: list[int], is_exact: bool
+        self, entries: Sequence[Entry], values: list[int], wanted: list[int], is_exact: bool
     ) -> None:
         self.wanted = wanted
         # The operands of the batch that are the program's arrays, and by kind those that are its
@@ -163,14 +163,11 @@ class _Piece:
         # operations come between. By operand of the batch the program's own.
         self._sources: list[int] = []
         self._numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
-        states = [entry.state for _, entry in entries if entry.state is not None]
+        states = [entry.state for entry in entries if entry.state is not None]
         self._states = [(code, since or 0) for code, since in states]
-        self._own: dict[int, int] = {}
-        values = [first + n for first, e in entries for n in range(e.operation.results)]
         places = {index: place for place, index in enumerate(values)}
-        for index, place in places.items():
-            self._own[index * KINDS + VALUE] = place * KINDS + VALUE
-        renumbered = [self._renumbered(entry) for _, entry in entries]
+        self._own = {i * KINDS + VALUE: place * KINDS + VALUE for i, place in places.items()}
+        renumbered = list(map(self._renumbered, entries))
         # The states are the last of its arrays.
         free = iter(range(len(self._sources), len(self._sources) + len(self._states)))
         own = tuple(
@@ -220,7 +217,7 @@ class _Piece:
     @property
     def needed(self) -> set[int]:
         """The numbers of the values of the batch that it takes."""
-        return {code // KINDS for code in self._sources if _is_value(code)}
+        return set(_values_in(self._sources))
 
 
 class Pieces:
@@ -237,24 +234,24 @@ class Pieces:
         forms = [form for entry in entries for form in _forms(entry.operation)]
         self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
         self._is_new = True
-        # From the last to the first: what later ones need is known then.
-        self._pieces: list[_Piece] = []
-        self._last_used: list[list[int]] = []  # by piece the values that no later one needs
+        # Each with the values that no later one needs. From the last to the first: what later ones
+        # need is known then.
+        self._pieces: list[tuple[_Piece, list[int]]] = []
         needed = set(self._outputs)
         for members, is_exact in reversed(_cut(entries, firsts, arrays, needed)):
-            given = [index for i in members for index in range(firsts[i], firsts[i + 1])]
-            wanted = [index for index in given if index in needed]
-            piece = _Piece([(firsts[i], entries[i]) for i in members], wanted, is_exact)
-            self._pieces.insert(0, piece)
-            self._last_used.insert(0, sorted(piece.needed - needed))
+            values = [index for i in members for index in range(firsts[i], firsts[i + 1])]
+            wanted = [index for index in values if index in needed]
+            piece = _Piece([entries[i] for i in members], values, wanted, is_exact)
+            self._pieces.append((piece, sorted(piece.needed - needed)))
             needed |= piece.needed
+        self._pieces.reverse()
 
     def __call__(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
         if self._is_new:
             self._is_new = False
             self._compile(arrays, numbers)
         values: dict[int, Any] = {}
-        for piece, last_used in zip(self._pieces, self._last_used, strict=True):
+        for piece, last_used in self._pieces:
             results = piece.program(*piece.operands(arrays, values, numbers))
             values.update(zip(piece.wanted, results, strict=True))
             for index in last_used:
@@ -263,14 +260,14 @@ class Pieces:
 
     def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
         """Compile what nobody has compiled, several programs at a time."""
-        if sum(piece.program.is_new for piece in self._pieces) < 2:
+        if sum(piece.program.is_new for piece, _ in self._pieces) < 2:
             return  # the call compiles it
+        begun = []
         with _without_finalizers():
-            begun = [
-                piece.program.compile(*piece.operands(arrays, self._shapes, numbers))
-                for piece in self._pieces
-                if piece.program.is_new
-            ]
+            for piece, _ in self._pieces:
+                if piece.program.is_new:
+                    own, its_numbers, _ = piece.operands(arrays, self._shapes, numbers)
+                    begun.append(piece.program.compile(own, its_numbers))
             for compiling in begun:
                 compiling.result()
 
@@ -312,17 +309,18 @@ def _cut(
     for i in reversed(range(len(entries))):
         given = range(firsts[i], firsts[i + 1])
         if not needed.isdisjoint(given) or _may_have_effects(entries[i].operation):
-            live.insert(0, i)
-            needed.update(code // KINDS for code in _operands(entries[i]) if _is_value(code))
+            live.append(i)
+            needed.update(_values_in(_operands(entries[i])))
+    live.reverse()
     exact = list(_are_exact(entries, arrays))
     views = {i for i in live if isinstance(entries[i].operation, ViewRead)}
     views -= {makers[index] for index in outputs}
 
     def with_views(i: int) -> Iterator[int]:
         """Entry ``i`` after the views that it reads, and those that these read."""
-        for code in _operands(entries[i]):
-            if _is_value(code) and makers[code // KINDS] in views:
-                yield from with_views(makers[code // KINDS])
+        for index in _values_in(_operands(entries[i])):
+            if makers[index] in views:
+                yield from with_views(makers[index])
         yield i
 
     pieces: list[tuple[list[int], bool]] = []
@@ -359,8 +357,9 @@ def _operands(entry: Entry) -> Iterator[int]:
         yield from base[1]
 
 
-def _is_value(code: int) -> bool:
-    return code % KINDS == VALUE
+def _values_in(codes: Iterable[int]) -> Iterator[int]:
+    """The numbers of the values among operands."""
+    return (code // KINDS for code in codes if code % KINDS == VALUE)
 
 
 def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool]:
