@@ -111,3 +111,54 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text())
     local = [link for link in links if "://" not in link]
     assert not [link for link in local if not (page.parent / link).exists()]
+
+
+PACKAGE = ROOT / "xla_dtensor"
+# Their files have the names of torch_xla's modules, each for what torch_xla has there.
+NAMED_BY_OTHERS = PACKAGE / "compat" / "torch_xla"
+FOLDERS = [
+    path
+    for path in sorted({file.parent for file in PACKAGE.rglob("*.py")})
+    if path != PACKAGE and not path.is_relative_to(NAMED_BY_OTHERS)
+]
+READMES = sorted(PACKAGE.rglob("README.md"))
+
+
+def readme(folder: Path) -> Path:
+    """That of the folder, or of the nearest folder around it that has one."""
+    return next(p / "README.md" for p in (folder, *folder.parents) if (p / "README.md").exists())
+
+
+def in_code(text: str) -> str:
+    """What a page has between backticks, and in indented blocks."""
+    return "\n".join(re.findall(r"`[^`\n]+`|^ {4}.*$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_readme_names_each_file_of_its_folder(folder: Path) -> None:
+    page = readme(folder)
+    assert page.is_relative_to(PACKAGE), f"{folder} has no README.md"
+    text = in_code(page.read_text())
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert not {name for name in files if not re.search(rf"(?<![\w.]){name}(?!\w)", text)}
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_tests_that_a_readme_names_exist(page: Path) -> None:
+    """``test_plans``, ``tests/forms/test_forms`` or ``tests/oracle`` is a file or folder of tests."""
+    text = page.read_text()
+    assert re.search("tested by", text, re.IGNORECASE)
+    named = re.findall(r"`(tests/[\w/]+|test_\w+)(?:\.py)?`", text)
+    there = {p for file in FILES for p in (file, *map(str, Path(file).parents))}
+    missing = {
+        name
+        for name in named
+        if not any(f"/{p.removesuffix('.py')}".endswith(f"/{name.rstrip('/')}") for p in there)
+    }
+    assert not missing
+
+
+def test_the_map_of_the_tests_of_compiled_steps_has_them_all() -> None:
+    text = in_code((PACKAGE / "compilation" / "README.md").read_text())
+    tests = {path.stem for path in (ROOT / "tests" / "compilation").glob("test_*.py")}
+    assert not {name for name in tests if not re.search(rf"\b{name}\b", text)}
