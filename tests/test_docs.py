@@ -162,3 +162,9 @@ def test_the_map_of_the_tests_of_compiled_steps_has_them_all() -> None:
     text = in_code((PACKAGE / "compilation" / "README.md").read_text())
     tests = {path.stem for path in (ROOT / "tests" / "compilation").glob("test_*.py")}
     assert not {name for name in tests if not re.search(rf"\b{name}\b", text)}
+
+
+def test_each_decision_has_its_day() -> None:
+    decisions = re.findall(r"^- \*\*.*?(?=^- |\n\n|\Z)", (DOCS / "design.md").read_text(), re.M | re.S)
+    assert len(decisions) > 100
+    assert not [text for text in decisions if not re.search(r"\b20\d\d-\d\d-\d\d\b", text)]
