@@ -145,7 +145,7 @@ def test_a_readme_names_each_file_of_its_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("page", READMES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_tests_that_a_readme_names_exist(page: Path) -> None:
-    """``test_plans``, ``tests/forms/test_forms`` or ``tests/oracle`` is a file or folder of tests."""
+    """``test_plans``, ``tests/forms/test_forms`` and ``tests/oracle`` are there."""
     text = page.read_text()
     assert re.search("tested by", text, re.IGNORECASE)
     named = re.findall(r"`(tests/[\w/]+|test_\w+)(?:\.py)?`", text)
@@ -165,6 +165,7 @@ def test_the_map_of_the_tests_of_compiled_steps_has_them_all() -> None:
 
 
 def test_each_decision_has_its_day() -> None:
-    decisions = re.findall(r"^- \*\*.*?(?=^- |\n\n|\Z)", (DOCS / "design.md").read_text(), re.M | re.S)
+    text = (DOCS / "design.md").read_text()
+    decisions = re.findall(r"^- \*\*.*?(?=^- |\n\n|\Z)", text, re.M | re.S)
     assert len(decisions) > 100
     assert not [text for text in decisions if not re.search(r"\b20\d\d-\d\d-\d\d\b", text)]
