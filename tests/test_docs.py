@@ -169,3 +169,7 @@ def test_each_decision_has_its_day() -> None:
     decisions = re.findall(r"^- \*\*.*?(?=^- |\n\n|\Z)", text, re.M | re.S)
     assert len(decisions) > 100
     assert not [text for text in decisions if not re.search(r"\b20\d\d-\d\d-\d\d\b", text)]
+
+
+def test_how_it_works_is_short() -> None:
+    assert len((DOCS / "how_it_works.md").read_text().splitlines()) <= 150
