@@ -6,6 +6,7 @@ the others.
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -173,3 +174,26 @@ def test_each_decision_has_its_day() -> None:
 
 def test_how_it_works_is_short() -> None:
     assert len((DOCS / "how_it_works.md").read_text().splitlines()) <= 150
+
+
+OURS = sorted(
+    {
+        (name, page)
+        for page in PAGES
+        if page.name not in ("CHANGELOG.md", "api.md")  # they have old names
+        for name in re.findall(r"\b(?:xd|xla_dtensor)(?:\.[A-Za-z_]\w*)+", page.read_text())
+        if not name.endswith((".md", ".py"))
+    }
+)
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_names_of_ours_in_pages_exist() -> None:
+    """``xd.parallel.zero`` and ``xla_dtensor.ecosystem.ray`` are there, and no old names."""
+    missing = {}
+    for name, page in OURS:
+        try:
+            pkgutil.resolve_name(re.sub(r"^xd\b", "xla_dtensor", name))
+        except (AttributeError, ImportError, DeprecationWarning) as error:
+            missing[name] = (page.name, error)
+    assert not missing
