@@ -74,7 +74,7 @@ ASK_FOR_A_TRACE = {
     *("compilation.scan.loop", "compilation.scan.equal", "compilation.trace.schedulers"),
     *("compilation.code.threads", "debug._recorder", "planning.abstract"),
     *("integration.operators.backward", "integration.optimizers.optimizer_steps"),
-    *("horovod.in_trace", "horovod.ranks.devices", "horovod.ranks.several"),
+    *("horovod.world.in_trace", "horovod.ranks.devices", "horovod.ranks.several"),
     *("compat.torch_xla.core.steps", "compat.torch_xla.distributed.spmd.marking"),
 }
 
