@@ -115,21 +115,27 @@ def with_tables(text: str) -> str:
 
 def signatures() -> str:
     """The text of `collectives.pyi`."""
-    found = [
-        "from collections.abc import Sequence\n"
-        "from typing import Any\n\n"
-        "from xla_dtensor.horovod.collectives.requests import Handle\n"
+    rows = [
+        "# Made by tools/horovod_names.py --write.",
+        "# fmt: off",
+        "# ruff: noqa: E501",
+        "from collections.abc import Sequence",
+        "from typing import Any",
+        "",
+        "from xla_dtensor.horovod.collectives.requests import Handle",
+        "",
     ]
     for name, function in vars(collectives).items():
         if inspect.isfunction(function):
-            lines = []
-            for parameter in inspect.signature(function).parameters.values():
-                default = "" if parameter.default is parameter.empty else " = ..."
-                lines.append(f"    {parameter.name}: {parameter.annotation}{default},\n")
-            result = inspect.formatannotation(inspect.signature(function).return_annotation)
+            signature = inspect.signature(function)
+            parameters = ", ".join(
+                f"{each.name}: {each.annotation}{'' if each.default is each.empty else ' = ...'}"
+                for each in signature.parameters.values()
+            )
+            result = inspect.formatannotation(signature.return_annotation)
             result = result.replace("typing.", "").rpartition("requests.")[2]
-            found.append(f"def {name}(\n{''.join(lines)}) -> {result}: ...")
-    return "\n".join(found) + "\n"
+            rows.append(f"def {name}({parameters}) -> {result}: ...")
+    return "\n".join(rows) + "\n"
 
 
 def main() -> None:
