@@ -64,7 +64,7 @@ def test_nothing_imports_the_doors() -> None:
 # Which kind it is, is asked in its own rooms, and here. A list that only gets shorter.
 ASKED_ABOUT = {
     # which trace: what was made in one must not be used in another
-    "horovod.in_trace": {"trace"},
+    "horovod.world.in_trace": {"trace"},
     "parallel._parameter": {"trace"},
     "parallel._whole": {"trace"},
     # what is written down of calls and looked up again holds in one of the two
