@@ -77,18 +77,19 @@ def hyperparameter(
     try:
         entry = value = optimizer.param_groups[index][key]
         if place is not None:
-            name, value = None, _member(entry, *place)
+            position, length = place
+            same = type(entry) is tuple and len(entry) == length
+            name, value = None, entry[position] if same else None
     except LookupError:
         raise NumberChanged(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
-    if type(value) is not float and not is_a_number(name, value):
+    cls = type(value)
+    if cls is float or (cls is int and name in _COMPUTED_WITH):
+        return float(value)
+    if not is_a_number(name, value):
         raise NumberChanged(
             f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {entry!r}"
         )
     return float(value)
-
-
-def _member(entry: Any, position: int, length: int) -> Any:
-    return entry[position] if type(entry) is tuple and len(entry) == length else None
 
 
 def holds_number(value: Any) -> bool:
