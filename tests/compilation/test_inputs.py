@@ -320,11 +320,21 @@ def test_the_larger_and_the_smaller_of_numbers(values: tuple[float, float]) -> N
                     look(found)
 
 
-def test_fused_optimizer_takes_the_learning_rate_as_input(mesh_2x4: DeviceMesh) -> None:
+FUSED = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_fused_optimizers_take_their_numbers_as_inputs(mesh_2x4: DeviceMesh, name: str) -> None:
+    """torch's schema has them as floats, of which C++ would ask for the values."""
+    cls, numbers = FUSED[name]
     reference, model = twin_models(mesh_2x4)
     steps = []
     for m in (reference, model):
-        opt = torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3, fused=True)
+        opt = cls(m.parameters(), fused=True, **numbers)
 
         def step(x: torch.Tensor, m: nn.Module = m, opt: torch.optim.Optimizer = opt) -> None:
             m(x).pow(2).mean().backward()
@@ -335,7 +345,7 @@ def test_fused_optimizer_takes_the_learning_rate_as_input(mesh_2x4: DeviceMesh) 
     compiled = xd.compile(lambda x: steps[1][0](x))
     for i, (x, dx) in enumerate(batches(mesh_2x4, 4)):
         for _, opt in steps:
-            opt.param_groups[0]["lr"] = 0.1 / (i + 1)
+            opt.param_groups[0].update({key: value / (i + 1) for key, value in numbers.items()})
         steps[0][0](x)
         compiled(dx)
     assert_same_parameters(reference, model)

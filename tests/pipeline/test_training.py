@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.pipeline.harness import DIM, mesh_of, parameters, parts, stages_of, where, whole
-from xla_dtensor.integration.optimizers.optimizer_steps import _in_one_launch
+from xla_dtensor.integration.optimizers.optimizer_steps import _updating
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
@@ -165,7 +165,7 @@ def test_a_failed_optimizer_step_is_undone_in_all_stages(monkeypatch: pytest.Mon
         if len(calls) == 2:
             raise OSError("in the second stage")
 
-    monkeypatch.setattr(module, "_multi_tensor_sgd", _in_one_launch(failing))
+    monkeypatch.setattr(module, "_multi_tensor_sgd", _updating(failing, of_lists=True))
     with pytest.raises(OSError):
         optimizer.step()
     assert len(calls) == 2

@@ -325,27 +325,25 @@ def debug_mode() -> str:
 
 # --- optimizers ----------------------------------------------------------------------------------
 
-# The modules of torch.optim, and the functions in them that take lists of tensors, which ours run
-# as one launch. Each has one that takes tensors one by one, too: `one_by_one`.
+# The modules of torch.optim, and the functions in them that compute an update: of tensors one by
+# one, or of lists of them, which ours run as one launch.
 OPTIMIZER_FUNCTIONS = {
-    "_adafactor": ("_multi_tensor_adafactor",),
-    "adadelta": ("_multi_tensor_adadelta",),
-    "adagrad": ("_multi_tensor_adagrad", "_fused_adagrad"),
-    "adam": ("_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
-    "adamax": ("_multi_tensor_adamax",),
-    "_muon": (),
-    "asgd": ("_multi_tensor_asgd",),
-    "nadam": ("_multi_tensor_nadam",),
-    "radam": ("_multi_tensor_radam",),
-    "rmsprop": ("_multi_tensor_rmsprop",),
-    "rprop": ("_multi_tensor_rprop",),
-    "sgd": ("_multi_tensor_sgd", "_fused_sgd"),
+    "_adafactor": ("_single_tensor_adafactor", "_multi_tensor_adafactor"),
+    "adadelta": ("_single_tensor_adadelta", "_multi_tensor_adadelta"),
+    "adagrad": ("_single_tensor_adagrad", "_multi_tensor_adagrad", "_fused_adagrad"),
+    "adam": ("_single_tensor_adam", "_multi_tensor_adam", "_fused_adam"),  # AdamW's, too
+    "adamax": ("_single_tensor_adamax", "_multi_tensor_adamax"),
+    "_muon": ("_single_tensor_muon",),
+    "asgd": ("_single_tensor_asgd", "_multi_tensor_asgd"),
+    "nadam": ("_single_tensor_nadam", "_multi_tensor_nadam"),
+    "radam": ("_single_tensor_radam", "_multi_tensor_radam"),
+    "rmsprop": ("_single_tensor_rmsprop", "_multi_tensor_rmsprop"),
+    "rprop": ("_single_tensor_rprop", "_multi_tensor_rprop"),
+    "sgd": ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd"),
 }
-
-
-def one_by_one(module: str) -> str:
-    """The function of a module of torch.optim that takes tensors one by one."""
-    return f"_single_tensor_{module.removeprefix('_')}"
+# What the fused ones call, and the operations behind it, whose schemas have floats.
+_FUSED = "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"
+FUSED_OPTIMIZERS = {getattr(torch, name): getattr(torch.ops.aten, name) for name in _FUSED}
 
 
 # --- versions ------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
             "xla_dtensor/lowering/README.md"
         )
     return once_for_alike(
-        info.name,
+        info,
         lambda keys, args, kwargs: run_on_arrays(decomposition, info, keys, args, kwargs),
     )
 

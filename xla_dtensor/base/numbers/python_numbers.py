@@ -203,22 +203,16 @@ def _operand(value: Any) -> Any:
     return float(value) if isinstance(value, float) else NotImplemented
 
 
-def _binary(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:
+def _binary(
+    function: Callable[..., Any], symbol: str, reflected: bool = False
+) -> Callable[[Any, Any], Any]:
     text = f"({{}} {symbol} {{}})"
 
     def operate(self: Any, other: Any) -> Any:
         other = _operand(other)
-        return other if other is NotImplemented else computed(function, text, self, other)
-
-    return operate
-
-
-def _reflected(function: Callable[..., Any], symbol: str) -> Callable[[Any, Any], Any]:
-    text = f"({{}} {symbol} {{}})"
-
-    def operate(self: Any, other: Any) -> Any:
-        other = _operand(other)
-        return other if other is NotImplemented else computed(function, text, other, self)
+        if other is NotImplemented:
+            return other
+        return computed(function, text, *((other, self) if reflected else (self, other)))
 
     return operate
 
@@ -313,7 +307,7 @@ def _install() -> None:
     for cls, names in ((Float, _BOTH), (Int, _BOTH | _INTEGERS)):
         for name, (function, symbol) in names.items():
             setattr(cls, f"__{name}__", _binary(function, symbol))
-            setattr(cls, f"__r{name}__", _reflected(function, symbol))
+            setattr(cls, f"__r{name}__", _binary(function, symbol, reflected=True))
         for name, (function, symbol) in _COMPARISONS.items():
             setattr(cls, f"__{name}__", _binary(function, symbol))
         for name, function in _UNARY.items():

@@ -187,16 +187,14 @@ class NumberNode:
         )
         return ComparisonNode(outcome)
 
-    def neg(self) -> NumberNode:
+    def _of_one(self, function: Callable[[Any], Any], traced: Any, text: str) -> NumberNode:
+        """``function`` of the number, where ``traced`` is the same of its tracer."""
         compute = self.compute
-        return NumberNode(
-            -self.value,
-            -self.traced,
-            lambda inputs: -compute(inputs),
-            f"-{self.text}",
-            self.guard,
-            self.known,
-        )
+        value, again = function(self.value), lambda inputs: function(compute(inputs))
+        return NumberNode(value, traced, again, text, self.guard, self.known)
+
+    def neg(self) -> NumberNode:
+        return self._of_one(operator.neg, -self.traced, f"-{self.text}")
 
     def pos(self) -> NumberNode:
         return self
@@ -207,26 +205,10 @@ class NumberNode:
     def sym_float(self) -> NumberNode:
         if self.is_float():
             return self
-        compute = self.compute
-        return NumberNode(
-            float(self.value),
-            self.traced * 1.0,
-            lambda inputs: float(compute(inputs)),
-            self.text,
-            self.guard,
-            self.known,
-        )
+        return self._of_one(float, self.traced * 1.0, self.text)
 
     def sqrt(self) -> NumberNode:
-        compute = self.compute
-        return NumberNode(
-            math.sqrt(self.value),
-            self.traced**0.5,
-            lambda inputs: math.sqrt(compute(inputs)),
-            f"sqrt({self.text})",
-            self.guard,
-            self.known,
-        )
+        return self._of_one(math.sqrt, self.traced**0.5, f"sqrt({self.text})")
 
     sym_sqrt = sqrt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base.numbers.wide_scalars import WideScalars
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -37,7 +37,7 @@ class Inside:
         trace = self._trace
         self._kept = {name: getattr(trace, name) for name in _ASIDE}
         trace.scalars, trace._items, trace._marked, trace._in_devices = {}, {}, {}, {}
-        trace._wide = thread_state.WideScalars()
+        trace._wide = WideScalars()
         trace.must_hold = TraceAssertions(checks_indices=False)
         trace.rng_words, trace._latest = self._words, None
         self._counter = trace.random.counter

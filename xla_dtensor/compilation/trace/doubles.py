@@ -31,7 +31,8 @@ from xla_dtensor.base.numbers.python_numbers import (
     is_pythons,
     present_value,
 )
-from xla_dtensor.base.torch_private import count_of_function_modes, pytree
+from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
+from xla_dtensor.dispatch import dispatch
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -242,6 +243,11 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
             return body_of(func)(*args, **kwargs)
     if func in MAKERS:
         return _tensor(func, *args, **kwargs)
+    fused = FUSED_OPTIMIZERS.get(func)
+    if fused is not None:
+        # Past C++, which would ask for the numbers; nobody differentiates it.
+        by_tensor = isinstance(kwargs["lr"], torch.Tensor)
+        return dispatch(fused.tensor_lr if by_tensor else fused.default, args, kwargs)
     name = getattr(func, "__name__", "")
     found = _METHODS.get(name) or _FUNCTIONS.get(name, ())
     for double in found:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pythons, like_a_number
-from xla_dtensor.base.torch_private import count_of_function_modes, pytree
+from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
 from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
@@ -86,7 +86,8 @@ class HostReads(TorchFunctionMode):
             with self:
                 return body_of(func)(*args, **(kwargs or {}))
         numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
-        if (numbers or func in MAKERS) and set(types) <= {torch.Tensor}:  # which functorch names
+        numbers = numbers or func in MAKERS or func in FUSED_OPTIMIZERS
+        if numbers and set(types) <= {torch.Tensor}:  # which functorch names
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         # Code that asks for its type finds a float.

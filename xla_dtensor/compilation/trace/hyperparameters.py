@@ -17,11 +17,8 @@ from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.torch_private import disable_current_modes, unseen
 from xla_dtensor.compilation.trace.doubles import plain
 from xla_dtensor.compilation.trace.numbers import NumberChanged
-from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.base import TensorMethods
-from xla_dtensor.tensors.device_tensor import XLATensor
 
 # Numbers of param groups that torch's formulas only compute with, whatever their Python type:
 # `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
@@ -55,49 +52,44 @@ def as_input(trace: Any, optimizer: Optimizer, index: int, key: str, value: Any,
         trace: the `StepTrace`.
         name: its name in messages.
     """
+
+    def one(number: Any, place: tuple[int, int] | None, name: str) -> Any:
+        read = partial(hyperparameter, optimizer, index, key, place)
+        return like_a_number(trace.numbers.as_input(read, float(number), name))
+
     if type(value) is not tuple:
-        read = partial(hyperparameter, optimizer, index, key)
-        return like_a_number(trace.numbers.as_input(read, float(value), name))
-    reads = [partial(element, optimizer, index, key, i, len(value)) for i in range(len(value))]
-    return tuple(
-        like_a_number(trace.numbers.as_input(read, float(v), f"{name}[{i}]"))
-        for i, (read, v) in enumerate(zip(reads, value, strict=True))
-    )
+        return one(value, None, name)
+    return tuple(one(v, (i, len(value)), f"{name}[{i}]") for i, v in enumerate(value))
 
 
-def hyperparameter(optimizer: Optimizer, index: int, key: str, arguments: Any) -> float:
+def hyperparameter(
+    optimizer: Optimizer, index: int, key: str, place: tuple[int, int] | None, arguments: Any
+) -> float:
     """The present value of a number in a param group.
+
+    Args:
+        place: in an entry that is a tuple, the position and the length.
 
     Raises:
         NumberChanged: there is no number any more.
     """
+    name: str | None = key
     try:
-        value = optimizer.param_groups[index][key]
+        entry = value = optimizer.param_groups[index][key]
+        if place is not None:
+            position, length = place
+            same = type(entry) is tuple and len(entry) == length
+            name, value = None, entry[position] if same else None
     except LookupError:
         raise NumberChanged(f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]") from None
     cls = type(value)
-    if cls is float or (cls is int and key in _COMPUTED_WITH):
+    if cls is float or (cls is int and name in _COMPUTED_WITH):
         return float(value)
-    if not is_a_number(key, value):
+    if not is_a_number(name, value):
         raise NumberChanged(
-            f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}"
+            f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {entry!r}"
         )
     return float(value)
-
-
-def element(
-    optimizer: Optimizer, index: int, key: str, position: int, length: int, arguments: Any
-) -> float:
-    """The same of a number in a tuple."""
-    try:
-        value = optimizer.param_groups[index][key]
-    except LookupError:
-        value = None
-    if type(value) is not tuple or len(value) != length or not is_a_number(None, value[position]):
-        raise NumberChanged(
-            f"{type(optimizer).__name__}.param_groups[{index}][{key!r}]: now {value!r}"
-        )
-    return float(value[position])
 
 
 def holds_number(value: Any) -> bool:
@@ -111,22 +103,13 @@ def holds_number(value: Any) -> bool:
     )
 
 
-def for_formula(trace: Any, function: str, name: str, value: Any) -> Any:
+def for_formula(trace: Any, value: Any) -> Any:
     """An argument of one of the functions that torch's optimizers hand their lists to, such that
-    what they compute with it is computed on the devices.
-
-    Args:
-        trace: the `StepTrace`.
-        function, name: the function's and the argument's.
-    """
+    what they compute with it is computed on the devices."""
     if is_pythons(value):
-        value = plain(value)
-    elif holds_number(value):
-        # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
-        value = _held(trace, value)
-    if name == "lr" and function in ("_fused_sgd", "_fused_adagrad") and _is_symbolic(value):
-        return _as_tensor(value)  # a float would be a constant
-    return value
+        return plain(value)
+    # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
+    return _held(trace, value) if holds_number(value) else value
 
 
 def _held(trace: Any, tensor: torch.Tensor) -> Any:
@@ -146,10 +129,6 @@ def _held_now(source: Any, arguments: Any) -> float:
     return item_of(source.read(arguments))
 
 
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, torch.SymFloat | torch.SymInt)
-
-
 def item_of(tensor: torch.Tensor) -> float:
     """The value of a CPU tensor, unseen by the trace, which would take it for the user's look."""
     with unseen(), disable_current_modes():
@@ -160,11 +139,3 @@ def same_number(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
     return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a)))
-
-
-def _as_tensor(number: Any) -> XLATensor:
-    """A traced number as a tensor (fused optimizers take the learning rate so)."""
-    form = device_form(None, (), dtype=torch.float64)
-    with jax.enable_x64(True):
-        array = jax.numpy.full((), number.node.traced, dtype=form.jax_dtype)
-    return XLATensor(Storage(array, form), form)

@@ -195,15 +195,11 @@ class OptimizerHooks:
             for group, capturable in zip(groups, before, strict=True):
                 group["capturable"] = capturable
 
-    def formula(
-        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
+    def formula(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of one of the functions that torch's optimizers hand their lists to."""
-        name = function.__name__
         args, kwargs = self._with_counters((args, kwargs))
-        return [for_formula(self._trace, name, "", x) for x in args], {
-            key: for_formula(self._trace, name, key, x) for key, x in kwargs.items()
-        }
+        take = partial(for_formula, self._trace)
+        return list(map(take, args)), {key: take(value) for key, value in kwargs.items()}
 
     def _with_counters(self, arguments: Any) -> Any:
         """The arguments with step counts on the devices in place of those that the step has made on

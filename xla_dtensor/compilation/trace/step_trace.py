@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xla_dtensor.base import assertions, executor, thread_state
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.valueless_number import valueless_number
+from xla_dtensor.base.numbers.wide_scalars import WideScalars
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
@@ -80,7 +81,7 @@ class StepTrace(Tracing):
         # Scalars computed from the same scalars are computed once: the step counts of 600
         # parameters, and what an optimizer makes of them.
         self.scalars: dict[Any, Any] = {}
-        self._wide = thread_state.WideScalars()
+        self._wide = WideScalars()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = sequence_number()
@@ -251,7 +252,7 @@ class StepTrace(Tracing):
             self.settings[read] = read(), text
 
     @property
-    def wide(self) -> thread_state.WideScalars | None:
+    def wide(self) -> WideScalars | None:
         """Scalars in double precision. An optimizer that runs eagerly computes with Python's floats
         what becomes of step counts; ``1 - beta**step`` in float32 would have three digits."""
         return self._wide if self.optimizer_depth else None
@@ -419,7 +420,7 @@ class StepTrace(Tracing):
             kept.clear()
         self.numbers.forget()
         self.captured, self.reads, self._latest = [], [], None
-        self._wide = thread_state.WideScalars()
+        self._wide = WideScalars()
 
     def let_go(self) -> None:
         """Refer to nothing outside of a trace that has failed."""
