@@ -1,5 +1,4 @@
-"""How firmly shardings are asked of XLA, around an operation that it computes wrongly otherwise
-(`xla_faults.py`)."""
+"""How strictly a pin fixes a sharding: not at all, only the axes it has, or exactly."""
 
 from __future__ import annotations
 

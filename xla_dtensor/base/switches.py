@@ -1,5 +1,6 @@
-"""The table of the package's switches, `SWITCHES`: all that there is to say of them. `config` has
-their values; messages, ``print(config)`` and docs/config.md are made from it.
+"""The table of the package's switches, `SWITCHES`: names, kinds of values, what each does.
+
+`config` has their values; messages, ``print(config)`` and docs/config.md are made from it.
 """
 
 from __future__ import annotations

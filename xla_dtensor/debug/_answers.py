@@ -1,4 +1,4 @@
-"""What the rule of a call says of it."""
+"""What a call's layout rule says: placements, and which arguments are redistributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Recorder`: makes an `Operation` of everything that it is told, and passes it on."""
+"""`Recorder`: an observer that makes an `Operation` of each event, and passes it on."""
 
 from __future__ import annotations
 

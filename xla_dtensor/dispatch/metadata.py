@@ -1,5 +1,4 @@
-"""Overloads that change what a tensor is, not only its values: ``t_``, ``squeeze_``, ``resize_``,
-``set_``, and ``out=`` tensors that must grow.
+"""Overloads that change a tensor's shape or memory: ``t_``, ``resize_``, ``set_``, ``out=``.
 
 A tensor is a view (form and steps) of a storage, so it changes by becoming another view, or a view
 of another storage. torch's own part (sizes, strides) follows through the ``data`` setter, as when

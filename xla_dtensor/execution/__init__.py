@@ -1,4 +1,4 @@
-"""The executors (lazy, strict, batched, abstract, tracing), and which one threads start with.
+"""The executors (lazy, strict, batched, abstract, tracing), and the one that threads start with.
 
 README.md here has the table of them.
 """

@@ -1,5 +1,6 @@
-"""An executor that writes operations down, and launches them as one XLA program (or, on one device
-and outside of a block, as several: `pieces.py`).
+"""`Batch`: an executor that records operations, and launches them as one XLA program.
+
+On one device and outside of a block it launches several programs: `pieces.py`.
 
 Inside `batched()` an operation isn't executed: its plan is written down, and its results are
 `Pending` values in their storages. When the block ends, or somebody looks at one of the values, all

@@ -1,4 +1,4 @@
-"""From a batch's list of operations to one jitted program, or to a launch of each by itself."""
+"""Makes a batch's list of operations one jitted program, or launches each by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving a tensor other memory in place (``x.data = y``), and when that is refused."""
+"""Replaces a tensor's storage in place (``x.data = y``), and checks when that is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The default executor: eager operations are written down, and launched together when a value is
-read, at the end of a backward pass, or when there are enough of them, or of the bytes they hold.
+"""`Lazy`, the default executor: eager operations are recorded, and launched together.
+
+They are launched when a value is read, at the end of a backward pass, or when there are enough of
+them, or of the bytes they hold.
 
 Each thread has a batch of its own. What a program does again and again should be one executable
 that is found again, and a deep model's layers one that all of them share. So a batch ends where a

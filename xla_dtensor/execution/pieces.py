@@ -1,4 +1,4 @@
-"""A batch of one device as several programs, which other batches have as well.
+"""Splits a batch on one device into several programs that other batches can reuse.
 
 One program of a whole forward and backward pass is found again only where all of it comes again:
 the second step of a training, which has momentum, compiled as long as the first, and each token of

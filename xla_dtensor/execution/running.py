@@ -1,4 +1,4 @@
-"""The base of all executors: check what may refuse, compute everything, then write.
+"""`Running`, the base of all executors: check, compute all results, then write.
 
 In this order a call that fails has written nothing.
 """

@@ -1,4 +1,4 @@
-"""The base of the executors whose operations run on JAX tracers, as parts of a larger program."""
+"""`Tracing`: the base of executors that run operations on JAX tracers, in a larger program."""
 
 from __future__ import annotations
 

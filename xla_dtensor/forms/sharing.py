@@ -1,4 +1,4 @@
-"""The lock of threads that share tensors: nobody reads an array that a compiled step is donating.
+"""The lock that keeps a thread from reading an array that a compiled step is donating.
 
 A step gives the memory of what it overwrites to XLA, which refuses such an array afterwards, or
 ends the process. So a thread holds `lock` from the look at a storage to the launch that reads its

@@ -1,5 +1,4 @@
-"""Values whose dims are kept apart where reshapes join them (`joined.py`), and the walk through a
-jaxpr that keeps them."""
+"""The walk of `joined.py` over a jaxpr, and values that it keeps with dims unmerged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts chosen for a jaxpr: how mesh axes cut its values and nodes, and what that moves."""
+"""The layouts chosen for a jaxpr: mesh axes of its values and nodes, and the bytes that move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A jaxpr in which XLA is asked for the layouts that were chosen."""
+"""Adds sharding constraints for the chosen layouts to a jaxpr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal layers as one: what a graph has many times is chosen once.
+"""Folds equal layers of a graph into one, so that their layouts are chosen once.
 
 Groups that look alike, with all that is near them, become one group: layers of one size are told
 apart by nothing. Nodes between the same groups then are one node that counts several times. How

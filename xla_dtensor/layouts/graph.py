@@ -1,4 +1,4 @@
-"""A jaxpr as a graph of what has to be laid out: groups of values, and the nodes between them.
+"""A jaxpr as a graph to be laid out: groups of values, and the nodes between them.
 
 Values of which an elementwise equation makes another lie alike, or it would communicate: they are
 one *group*, with one layout. So a residual stream is a group, through all layers, and a parameter

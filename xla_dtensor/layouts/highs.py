@@ -1,4 +1,4 @@
-"""An integer program, and HiGHS to solve it (https://highs.dev)."""
+"""An integer program, and its solution by HiGHS (https://highs.dev)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How one mesh axis cuts a graph, as an integer program: which dim of each group it shards, and by
-which factor it cuts each node, so that what is moved costs least.
+"""The choice of how one mesh axis cuts a graph, as an integer program.
+
+It says which dim of each group the axis shards, and by which factor it cuts each node, so that what
+is moved costs least.
 
 A group's *state* is the dim that the axis shards, or none; so is that of an operand as a node wants
 it and of a result as the node gives it. Between the two stands the price of the move.

@@ -1,4 +1,4 @@
-"""Dims that a program joins are kept apart for as long as nobody needs them as one.
+"""Removes reshapes that merge dims from a jaxpr, until an equation needs the merged dim.
 
 ``torch.matmul`` and ``einsum`` make a product in one batch of one in several: they join the batch
 and the heads, ``[B, H, L, D] -> [B * H, L, D]``, and split them again behind it. Where devices have

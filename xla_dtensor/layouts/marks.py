@@ -1,4 +1,4 @@
-"""What is so of a dim, and so of the dims that it is cut with: marks on a graph's groups."""
+"""Marks: facts about a group's dim that also hold for every dim sharded together with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in a device's memory at once, as far as the layouts of a program's values decide it.
+"""Which values are in a device's memory at the same time, and their bytes by chosen layouts.
 
 A value is alive from the equation that makes it to the last that takes it. Inputs are alive all
 along; results take an input's place, or come when most else is gone. What an operation needs while

@@ -1,4 +1,4 @@
-"""What a graph of values to be laid out consists of (`graph.py`)."""
+"""The parts of a graph to be laid out (`graph.py`): groups, nodes, loops' bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Place`: for which platform a lowering is called, and under `shard_map` on which shards.
+"""`Place`: for which platform a lowering is called, and under ``shard_map`` on which shards.
 
 Most lowerings needn't know: they are functions of whole tensors, which XLA cuts. One that is
 ``cut`` (`kinds.Kind.CUT`) is called with one device's shards, as its rule has them.

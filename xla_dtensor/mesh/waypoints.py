@@ -1,4 +1,4 @@
-"""Intermediate shardings for moves that would end the process in XLA's partitioner."""
+"""Intermediate shardings for moves on which XLA's partitioner would end the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each device holds, on the host; and tensors made of such values."""
+"""Each device's values of a tensor, copied to the host; and tensors made of such values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``src_data_rank``: whose value is taken where each of several processes has one of its own."""
+"""``src_data_rank``: which process's value is used where each of several has its own."""
 
 from __future__ import annotations
 

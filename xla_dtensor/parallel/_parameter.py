@@ -1,5 +1,4 @@
-"""One parameter under data parallelism: its sharded form, the whole tensor that modules compute
-with, and the gradient's way back."""
+"""One parameter under data parallelism: sharded, gathered, and its gradient reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps for a module, and what happens around the module's forward."""
+"""The state of `fully_shard` on a module, and its hooks around the module's forward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`zero`: the state of an optimizer, and gradients, sharded over data-parallel devices, while
-parameters stay whole (ZeRO stages 1 and 2, arXiv:1910.02054; stage 3 is `fully_shard`).
+"""`zero`: optimizer state and gradients sharded over data-parallel devices (ZeRO 1 and 2).
+
+Parameters stay whole (arXiv:1910.02054; stage 3 is `fully_shard`).
 
 A parameter is in its shards' layout while the optimizer steps, and in no other moment. So its state
 is made in that layout, each device updates its shard, and the whole parameter is gathered once. All

@@ -1,5 +1,7 @@
-"""What a compiled XLA program moves between devices, read from its text: each collective, how often
-it runs, over which mesh dims, how many bytes, and for which module."""
+"""Reads from a compiled program's text which collectives it runs, how often, of how many bytes.
+
+And over which mesh dims, and for which module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long collectives take at the least, from the links that they go over."""
+"""The least time that collectives take, from the bandwidth of the links they use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``xd.plan``: a step compiled for devices, and not run; what XLA says of it as a report."""
+"""``xd.plan``: compiles a step for devices without running it, and reports what XLA says of it."""
 
 from __future__ import annotations
 

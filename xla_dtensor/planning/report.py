@@ -1,4 +1,4 @@
-"""What `plan` has found out of a step, as a table, as JSON and as a picture."""
+"""The report of `plan` on a step, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 

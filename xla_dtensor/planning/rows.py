@@ -1,5 +1,4 @@
-"""A program's collectives as the rows of a table: those of one kind, for one module, along the same
-mesh dims are one row."""
+"""Groups a program's collectives into rows: one kind, one module, the same mesh dims."""
 
 from __future__ import annotations
 

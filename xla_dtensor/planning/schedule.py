@@ -1,5 +1,4 @@
-"""What hides behind what: a compiled program's order of instructions, and how long a device would
-wait for each collective in it, if all else took as long as it has to.
+"""Overlap of a compiled program's collectives with its computation, and the time that is exposed.
 
 XLA has written the order down. A collective that is started and ended by two instructions runs
 beside what stands between them; any other one is waited for at once. Instructions run one after

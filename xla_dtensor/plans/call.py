@@ -1,4 +1,4 @@
-"""Taking a call apart: its tensors, the numbers that may vary, and a hashable key of the rest."""
+"""`Call`: an overload's arguments as tensors, numbers that may vary, and a hashable key."""
 
 from __future__ import annotations
 

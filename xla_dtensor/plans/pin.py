@@ -1,5 +1,4 @@
-"""Shardings that XLA must be told, because it computes some matrix products wrong otherwise, and
-doesn't compile others.
+"""Pins: shardings that XLA must be told, because it otherwise computes or compiles wrongly.
 
 A value is asked for *exactly* as a rule says, or it is *held*: its dims keep the axes that they
 have, and XLA may shard them further, and those that have none; or it is *free*. What is needed

@@ -1,4 +1,4 @@
-"""`Plan`: how calls with one key are computed. Made in the first such call, kept in a cache."""
+"""`Plan`: how calls with one key are computed. Made at the first such call, kept in a cache."""
 
 from __future__ import annotations
 

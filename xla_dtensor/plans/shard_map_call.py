@@ -1,5 +1,6 @@
-"""Calls an operation under ``jax.shard_map`` where XLA's partitioner would cut it badly or wrong:
-loops over blocks, kernels, attention.
+"""Calls an operation under ``jax.shard_map`` where XLA's partitioner does badly or wrong.
+
+Those are loops over blocks, kernels, attention.
 
 Each device computes the shards that the operation's rule gives
 it, and what the rule calls ``Partial`` is summed up.

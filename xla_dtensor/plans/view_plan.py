@@ -1,4 +1,4 @@
-"""`ViewPlan`: how calls of one view overload make their views, of the same storage, uncomputed."""
+"""`ViewPlan`: how calls of a view overload make views of the same storage, without computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes, one program: `initialize` makes this process one of them.
+"""`initialize`: makes this process one of several that run one program.
 
 JAX's multi-controller (``jax.distributed``) does the work: every process runs the same script, and
 all their devices are one list. The processes are started by torchrun, mpirun, srun, Kubernetes,

@@ -1,4 +1,4 @@
-"""What we keep on a tensor, and what of its ``__dict__`` is the user's."""
+"""Which attributes in a tensor's ``__dict__`` are the package's, and which the user's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TensorMethods`, of both tensor classes: storage and steps, autograd, indexing, copying."""
+"""`TensorMethods`, the base of both tensor classes: storage and view steps, autograd, indexing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remembers the memory of leaves saved for a backward pass that get other memory before it runs.
+"""Remembers what leaves saved for backward were, if they get other memory before it runs.
 
 A leaf does so by ``w.data = ...`` or ``module.to``. torch saves views of some leaves, which stay
 where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `Kept` here. It

@@ -1,4 +1,4 @@
-"""How long a step takes by its layouts alone, before XLA has seen it."""
+"""Estimates a step's time from its layouts alone, before XLA compiles it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading with ``torch.distributed.checkpoint``: tensor after tensor, the bytes that are wanted."""
+"""Loading with ``torch.distributed.checkpoint``: tensor by tensor, only the bytes needed."""
 
 from __future__ import annotations
 

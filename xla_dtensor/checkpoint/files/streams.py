@@ -1,4 +1,4 @@
-"""A stream that has a large file on its way to the disk while it is written, not at the sync."""
+"""A file stream that starts writing to disk as it is filled, not only at the final sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing with ``torch.distributed.checkpoint``, with checksums, and until it is on the disk."""
+"""Writing with ``torch.distributed.checkpoint``: with checksums, and synced to disk at the end."""
 
 from __future__ import annotations
 

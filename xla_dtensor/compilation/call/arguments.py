@@ -1,4 +1,4 @@
-"""What one call of a compiled step is given: the part that may vary, and a key of the rest."""
+"""Splits a call's arguments into leaves, which may vary, and a hashable key of the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which number outside of a step has changed, so that the next trace takes it as an input; and
-which line of the step's Python decided by one."""
+"""Which number outside of a step caused a new trace (the next one takes it as an input).
+
+And which line of the step's Python has compared it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of a program that are arrays of storages."""
+"""Inputs of a program that are the arrays of storages: gathered and checked for each call."""
 
 from __future__ import annotations
 

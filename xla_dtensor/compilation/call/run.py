@@ -1,4 +1,4 @@
-"""One call of a program: what its checks have computed, and what its launch gives."""
+"""One run of a program: the values its guards have computed, and the outputs of its launch."""
 
 from __future__ import annotations
 

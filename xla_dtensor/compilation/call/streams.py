@@ -1,4 +1,4 @@
-"""Iterators among the arguments: what a step takes from them is what it is given.
+"""Iterators among a step's arguments: their elements are taken before the call, as its inputs.
 
 A trace can't run the Python of a generator, whose operations would become the step's. So what the
 step takes is taken before: one element more for each trace that comes to its end, as many as the

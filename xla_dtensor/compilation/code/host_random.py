@@ -1,4 +1,4 @@
-"""Random numbers that a step draws in Python, from ``random`` and NumPy: it would draw once.
+"""Refuses steps that draw random numbers in Python (``random``, NumPy): they would be constants.
 
 That a generator has moved while a step was traced says so, where there is one thread. Where there
 are others (a data loader's), the step is traced again, looking at its own thread alone (`OWN`).

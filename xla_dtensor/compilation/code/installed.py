@@ -1,5 +1,6 @@
-"""Code that is followed because a trace has seen it running: that of installed packages, and the
-user's own where the walk hadn't come by it.
+"""Records which code of installed packages a trace has run: that code alone is followed.
+
+So is the user's own code that the walk hadn't found, once a trace has run it.
 
 A step may name a package of a million lines, to log a number or to draw a bar. What the user's own
 code reads is found from its text; what all of such a package could read, if each of its functions

@@ -1,4 +1,4 @@
-"""What Python objects consist of, without running code of theirs."""
+"""The attributes and parts of Python objects, read without running code of theirs."""
 
 from __future__ import annotations
 

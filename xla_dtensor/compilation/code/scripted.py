@@ -1,4 +1,4 @@
-"""Modules of TorchScript's: what they hold is in C++, and no dict shows it."""
+"""TorchScript modules: their attributes are kept in C++, not in a ``__dict__``."""
 
 from __future__ import annotations
 

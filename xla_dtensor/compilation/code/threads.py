@@ -1,5 +1,7 @@
-"""Threads, pools and processes that a step starts or hands work to, and queues that it shares with
-them: all that would happen once, when the step is traced, and what they compute be a constant."""
+"""Refuses steps that start threads, pools or processes, hand them work, or share queues with them.
+
+All that would happen once, when the step is traced, and what they compute would be a constant.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""NumPy's arrays that a step gives away, and that show the memory of another one or of a CPU
-tensor: from outside of the step, an argument's, or given away, too. Each call makes such a view.
-So it does of tensors that show an array's memory (``torch.from_numpy``).
+"""NumPy arrays in a step's results that share memory with another array or a CPU tensor.
+
+The other one is from outside of the step, an argument, or a result, too. Each call makes such a
+view. So it does of tensors that share an array's memory (``torch.from_numpy``).
 """
 
 from __future__ import annotations

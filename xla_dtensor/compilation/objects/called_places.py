@@ -1,5 +1,4 @@
-"""Places whose content is had by calling: context variables, files in memory, events' flags, what
-a thread has of its own."""
+"""State that is read by calling something: context variables, StringIO, events, thread-locals."""
 
 from __future__ import annotations
 

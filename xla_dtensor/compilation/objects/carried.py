@@ -1,4 +1,4 @@
-"""State that a step keeps outside of itself and replaces: ``self.h = f(self.h)``.
+"""State that a step keeps outside of itself and replaces in each call: ``self.h = f(self.h)``.
 
 What is in such a place is another tensor, or another number, in every call. So each call takes it
 from there as it takes its arguments: its form is in the key of programs, and its value is an input.

@@ -1,4 +1,4 @@
-"""What a walk has found, item by item, and when two items are the same for a program."""
+"""One item that a walk has found (`Found`), and whether two of them lead to the same program."""
 
 from __future__ import annotations
 

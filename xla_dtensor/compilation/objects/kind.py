@@ -1,4 +1,4 @@
-"""What is known of a sort of Python objects: how they are taken apart, and made again."""
+"""`Kind`: how objects of some classes are taken apart and rebuilt; the base class."""
 
 from __future__ import annotations
 

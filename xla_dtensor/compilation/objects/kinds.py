@@ -1,4 +1,4 @@
-"""How Python's objects are taken apart, and made again around other parts.
+"""Takes Python containers and objects apart, and rebuilds them around other parts.
 
 A step's arguments are taken apart for the key of its programs, its results and what it leaves
 somewhere to be made anew in each call. Each sort of object is a `Kind`; what has none is a leaf.

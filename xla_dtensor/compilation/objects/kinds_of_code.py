@@ -1,4 +1,4 @@
-"""How functions, what is made of them, and iterators are taken apart."""
+"""How functions, objects made of functions, and iterators are taken apart."""
 
 from __future__ import annotations
 

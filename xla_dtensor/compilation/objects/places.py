@@ -1,4 +1,4 @@
-"""Places outside of a step that hold what its Python reads: dicts, lists, cells, attributes.
+"""Places: containers outside of a step that its Python reads (dicts, lists, cells, attributes).
 
 A place knows its content, can tell what changed in it, and can put a content back.
 """

@@ -1,4 +1,4 @@
-"""Functions of Python's and torch's that read more than they are given, known by what they are.
+"""Functions such as ``getattr`` that read more than their arguments, recognised by identity.
 
 Where code calls one by its own name, the instructions around the name say what it reads
 (`code/names.py:names_of`). Where it has another name (``look = getattr`` in a closure, an

@@ -1,4 +1,4 @@
-"""Functions that users register with torch: it calls them under no name that is in their code."""
+"""Functions that users register with torch, which calls them under no name in the step's code."""
 
 from __future__ import annotations
 

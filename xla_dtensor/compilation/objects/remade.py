@@ -1,4 +1,4 @@
-"""What a step gives away, taken apart: its results, and what it leaves in attributes and the like.
+"""Takes a step's results, and what it leaves in attributes, apart, so that each call rebuilds them.
 
 Each call makes it anew around its own tensors: lists and dicts, and what else the step has made
 (dataclasses and other objects, without calling ``__init__``; functions, iterators). One object that

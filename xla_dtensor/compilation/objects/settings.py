@@ -1,5 +1,4 @@
-"""Settings of torch and Python that functions in C keep, and the package's switches: what is read
-and set by calling them.
+"""Settings of torch and Python kept in C, and the package's switches: how to read and set each.
 
 Those that change what every step computes are in the key of programs (`global_state.py`);
 here is how to set them again. The others are compared where the step's code names what reads them.

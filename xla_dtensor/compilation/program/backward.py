@@ -1,4 +1,4 @@
-"""The backward pass of a step whose results have a history: a second program."""
+"""The backward pass of a step whose results require grad: a second program."""
 
 from __future__ import annotations
 

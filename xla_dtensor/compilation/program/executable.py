@@ -1,4 +1,4 @@
-"""A trace's jaxpr as an executable: lowered, and compiled by XLA or found among the compiled."""
+"""A trace's jaxpr as an executable: lowered, then compiled by XLA or found in a cache."""
 
 from __future__ import annotations
 

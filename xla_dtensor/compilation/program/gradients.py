@@ -1,4 +1,4 @@
-"""Whether the gradients that a step finds on its leaves are what its program was made for."""
+"""Whether the ``.grad`` of the leaves that a step uses are as its program was compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards: whether all that a program was compiled for still holds in this call."""
+"""Guards: whether everything that a program was compiled for still holds in this call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much XLA is told of layouts, and what is done where it then doesn't compile the program."""
+"""The shardings of a program's inputs, and other ways to compile it where XLA fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inputs of a program: which sources of a trace they are, in which order, and in one call."""
+"""The inputs of a program: which of a trace's sources they are, their order, and their values."""
 
 from __future__ import annotations
 

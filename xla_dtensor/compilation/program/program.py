@@ -1,4 +1,4 @@
-"""One compiled form of a step: an executable, what must hold for it to run, and its effects."""
+"""One compiled form of a step: an executable, its guards, and its effects."""
 
 from __future__ import annotations
 

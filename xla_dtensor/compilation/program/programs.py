@@ -1,4 +1,4 @@
-"""The programs of one step for one kind of arguments, and how long they live."""
+"""The programs of a step for one kind of arguments, the latest first, and when they are freed."""
 
 from __future__ import annotations
 

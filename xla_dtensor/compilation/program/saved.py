@@ -1,4 +1,4 @@
-"""Compiled programs in a file: compiled where the compiler is, loaded where the devices are.
+"""Compiled programs saved to a file on one machine, and loaded on another that has the devices.
 
 A step's program is known by its text, as it is among the executables of a process: a call traces
 and lowers the step as ever, and finds the executable in place of compiling it. So a file can't give

@@ -1,4 +1,4 @@
-"""After a launch: what the program has computed is put into storages, gradients and attributes."""
+"""After a launch: writes a program's outputs to storages, gradients and attributes."""
 
 from __future__ import annotations
 

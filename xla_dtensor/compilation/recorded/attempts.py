@@ -1,4 +1,4 @@
-"""Tracing a step, and again where a trace came upon code or state that it hadn't known of."""
+"""Traces a step, again where the trace found code or state that the walk had missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a compiled step that have a history: their gradient is a second program.
+"""Results of a compiled step that require grad: their gradient is a second program.
 
 A step that computes a loss, or a model's output, and leaves ``backward()`` to its caller. Its trace
 ends with torch's own backward pass over what it has recorded, from gradients that are inputs. What

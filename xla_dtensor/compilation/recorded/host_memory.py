@@ -1,4 +1,4 @@
-"""Which memory of CPU tensors comes from where, while a step is traced."""
+"""Which input or operation the memory of each CPU tensor belongs to, while a step is traced."""
 
 from __future__ import annotations
 

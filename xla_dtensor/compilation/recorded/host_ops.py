@@ -1,4 +1,4 @@
-"""CPU tensors in a compiled step: what the step computes with them is computed in every call.
+"""Records operations on CPU tensors while a step is traced, to be run again in every call.
 
 Operations on CPU tensors are written down while the step is traced. Those whose result depends on a
 tensor from outside of the step, or on a number that is an input, run again on the host before each

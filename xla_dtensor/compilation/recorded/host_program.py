@@ -1,4 +1,4 @@
-"""The operations on CPU tensors of a step, to be run again before each call."""
+"""A step's recorded operations on CPU tensors, which run again before each launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node of autograd around a compiled step, and what it keeps for its backward pass."""
+"""The autograd node around a compiled step, and the values that it keeps for its backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At the end of a trace: by which recipe (`call/recipes.py`) each call makes each result."""
+"""Chooses, at the end of a trace, the recipe by which each call makes each result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A jaxpr in two parts: what a backward pass needs besides, and the rest."""
+"""Splits a jaxpr into a forward and a backward part, and finds what is saved between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trace of a step: its jaxpr, and where each input comes from and each output goes."""
+"""One trace of a step: its jaxpr, where each input comes from, and where each output goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Python of a trace has changed outside, turned into recipes for later calls."""
+"""What the Python of a trace has changed outside of the step, as recipes for later calls."""
 
 from __future__ import annotations
 

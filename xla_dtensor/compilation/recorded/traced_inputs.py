@@ -1,4 +1,4 @@
-"""Where each constant of a trace's jaxpr comes from in later calls."""
+"""For each constant of a trace's jaxpr the source of its value in later calls."""
 
 from __future__ import annotations
 

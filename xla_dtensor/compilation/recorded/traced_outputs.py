@@ -1,4 +1,4 @@
-"""What a trace gives back: the outputs of its program, and what they are for."""
+"""The outputs of a trace's program, and what each is for: a result, a write, a gradient."""
 
 from __future__ import annotations
 

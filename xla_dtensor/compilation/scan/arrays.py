@@ -1,4 +1,4 @@
-"""The arrays of a loop over layers: logical values, each in a layout."""
+"""Arrays of a loop over layers: each layer's tensors as logical values, stacked and unstacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts of what a loop takes and gives slice by slice, moved out of it.
+"""Moves casts of a loop's slices (bfloat16 parameters) out of the loop, which saves memory.
 
 A layer that computes in bfloat16 with parameters in float32 casts each of them, and its gradient
 back, in each round. The loop then takes the stack of its layers' parameters in float32, and gives

@@ -1,4 +1,4 @@
-"""``with xd.scan_layers():``: what models call one after the other becomes a loop, if it is equal.
+"""``with xd.scan_layers():``: finds calls of equal layers one after another, and makes them a loop.
 
 The first of a list's equal layers is called: the loop over all of them is traced, and its first
 result returned. The others' calls are answered with the loop's further results, as long as each

@@ -1,4 +1,4 @@
-"""Whether layers are equal but for their tensors' values, so that one's code serves for all."""
+"""Whether layers differ in their tensors' values alone, so that one's code can run for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of a loop is a trace inside of a trace: what of the outer one is put aside meanwhile."""
+"""Traces the body of `scan_layers`: sets the outer trace's state aside, and restores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forward loop keeps of each layer for the backward loop."""
+"""Residuals of each layer that the forward loop saves for the backward loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: is a program still what the step's Python would do now?"""
+"""The audit: traces a step again, and compares with the program in use."""
 
 from __future__ import annotations
 

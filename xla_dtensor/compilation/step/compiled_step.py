@@ -1,4 +1,4 @@
-"""A compiled step: which program a call runs, and how its user asks about it."""
+"""A compiled step: finds the program that a call runs, and has the methods of `CompiledStep`."""
 
 from __future__ import annotations
 

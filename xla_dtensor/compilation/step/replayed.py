@@ -1,4 +1,4 @@
-"""Steps whose Python runs in every call: ``xd.compile(step, watch="replay")``.
+"""Replayed steps, whose Python runs in every call: ``xd.compile(step, watch="replay")``.
 
 The Python computes nothing: its operations are written down, as eager ones are, while the devices
 are still at the step before. What was written down is then looked up among the programs that the

@@ -1,4 +1,4 @@
-"""All that a step's Python asks for in one call, and the program that it is compiled to."""
+"""The batch of one call of a replayed step, and the program that it is compiled to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traces of a compiled step: when its Python runs again, with what as inputs, and why."""
+"""The traces of a compiled step: when it is traced again, with which inputs, and why."""
 
 from __future__ import annotations
 

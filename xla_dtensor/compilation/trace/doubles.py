@@ -1,4 +1,4 @@
-"""Numbers that torch's C++ takes as doubles: ``eps``, ``p``, ``label_smoothing``, ``beta``.
+"""Symbolic numbers for arguments that torch's C++ takes as doubles: ``eps``, ``p``, ``beta``.
 
 A symbolic number goes through torch where the schema has a ``Scalar``. Where it has a ``float``,
 torch asks for the value, and the value would be part of the program. So for the functions below,

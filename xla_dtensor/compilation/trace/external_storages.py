@@ -1,4 +1,4 @@
-"""Storages that a step uses and hasn't made, as they were before its trace, to be put back."""
+"""Storages from outside that a step uses: their state before the trace, restored after it."""
 
 from __future__ import annotations
 

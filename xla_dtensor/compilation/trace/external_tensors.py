@@ -1,4 +1,4 @@
-"""Tensors that a step uses and hasn't made, as they were before its trace."""
+"""Tensors from outside that a step uses: flags, hooks and gradients as the trace found them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of autograd's graph."""
+"""Iterates over the autograd nodes behind tensors, each once."""
 
 from __future__ import annotations
 

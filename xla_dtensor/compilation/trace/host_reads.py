@@ -1,5 +1,4 @@
-"""Functions of torch that hand out a CPU tensor's memory, or say something of one, without an
-operation, seen in a trace."""
+"""Torch functions that read a CPU tensor without an operation (``.numpy()``), seen in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hyperparameters as numbers of a trace."""
+"""Optimizers' hyperparameters as symbolic numbers while a step is traced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``BatchNorm(momentum=None)`` inside a compiled step: the average over all batches so far."""
+"""``BatchNorm(momentum=None)`` in a compiled step: a cumulative average over all batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that are inputs of a program, and what it depends on."""
+"""Numbers that are inputs of a program, and comparisons of them that the program depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a trace: inputs of the program, what it decides by, and step counts."""
+"""All symbolic numbers of one trace: inputs, comparisons made with them, and step counts."""
 
 from __future__ import annotations
 

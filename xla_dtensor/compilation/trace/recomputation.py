@@ -1,4 +1,4 @@
-"""Blocks that ``torch.utils.checkpoint`` runs again."""
+"""Recomputation of blocks (``torch.utils.checkpoint``) in a trace, kept apart by barriers."""
 
 from __future__ import annotations
 

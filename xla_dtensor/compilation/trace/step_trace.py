@@ -1,4 +1,4 @@
-"""Tracing a training step: which values it reads, writes and leaves behind.
+"""The trace of a training step: the executor that records which values it reads and writes.
 
 The step's Python runs once, on JAX tracers. Arrays that it touches become inputs of the program,
 found by identity among the constants of the traced jaxpr; what it overwrote or left behind becomes

@@ -1,5 +1,4 @@
-"""An optimizer while a step is traced: its groups and its state as they were, and what the step has
-made of them."""
+"""An optimizer's param groups and state before its ``step()`` was traced, and after it."""
 
 from __future__ import annotations
 

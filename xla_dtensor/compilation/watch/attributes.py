@@ -1,4 +1,4 @@
-"""Objects on the walk, by their attributes and by what their classes give them."""
+"""Followers of objects by their attributes, and by the methods that their classes give them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a step's Python changes outside of it, other than tensors' values: attributes, closure
-cells, lists, modes of modules.
+"""Changes that a step's Python makes outside of it, other than to tensors' values.
+
+Attributes, closure cells, lists, modes of modules.
 
 A program is only valid for what its trace found before the step (`watch.py`). So what the trace
 left there is what every valid call would leave: it is put there again after each run. A tensor of

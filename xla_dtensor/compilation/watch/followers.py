@@ -1,5 +1,4 @@
-"""Who knows what objects consist of: the table of kinds that a walk goes by, and the walk as often
-as it takes."""
+"""The table of followers, and the walk repeated until it meets no new name."""
 
 from __future__ import annotations
 

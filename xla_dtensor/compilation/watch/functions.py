@@ -1,4 +1,4 @@
-"""Functions and Python modules on the walk: what their code can read by name."""
+"""Followers of functions and Python modules: what their code can read by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names in all code that a walk has met."""
+"""The names in all code that a walk has visited."""
 
 from __future__ import annotations
 

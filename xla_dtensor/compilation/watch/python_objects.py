@@ -1,5 +1,4 @@
-"""Python's own objects on the walk: containers, what is around another object, and what only calls
-tell (files in memory, events, random generators, what a thread has of its own)."""
+"""Followers of Python's own objects: containers, wrappers, and objects read by calling them."""
 
 from __future__ import annotations
 

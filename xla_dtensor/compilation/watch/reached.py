@@ -1,4 +1,4 @@
-"""What a walk has reached: all that is compared before a call, or looked at after a trace."""
+"""What a walk has reached: what is compared before a call, and what is checked after a trace."""
 
 from __future__ import annotations
 

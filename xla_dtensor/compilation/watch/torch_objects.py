@@ -1,4 +1,4 @@
-"""torch's objects on the walk: modules, tensors, operators, optimizers."""
+"""Followers of torch's objects: modules, tensors, operators, optimizers."""
 
 from __future__ import annotations
 

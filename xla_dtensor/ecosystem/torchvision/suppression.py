@@ -1,4 +1,4 @@
-"""``nms``: which boxes are kept, where others of a higher score overlap them.
+"""``nms``: non-maximum suppression of overlapping boxes, by score.
 
 Their number depends on values, so torchvision's kernel for the CPU computes it, as torch's do for
 ``nonzero``, and compiled steps are told of `nms_static`. That one takes the best box that is left

@@ -1,5 +1,4 @@
-"""SGD's momentum in compiled steps: there from the start, so that the first step's program is that
-of all others."""
+"""Makes SGD's momentum buffers before the first compiled step, so that all run one program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: batch, heads and query positions may be sharded; key positions are whole.
+"""Attention rules: batch, heads and query positions may be sharded; key positions are whole.
 
 Written as tables of slots: which dims of which tensor one mesh dim shards together.
 """

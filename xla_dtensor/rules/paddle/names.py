@@ -1,4 +1,4 @@
-"""Rules by the names that Paddle registers them under, asked as Paddle's tests ask them.
+"""Paddle's sharding rules by Paddle's names, asked as Paddle's tests ask them.
 
     rule = spmd_rule("matmul")
     x, y = TensorSpec((64, 32), [0, -1]), TensorSpec((32, 48), [-1, 1])

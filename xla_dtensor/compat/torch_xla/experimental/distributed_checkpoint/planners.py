@@ -1,5 +1,7 @@
-"""torch_xla's planners: torch's, that also say which of a state's tensors are sharded, and that can
-be called without ``torch.distributed.checkpoint.save`` and ``load``."""
+"""torch_xla's checkpoint planners: torch's, that also say which tensors are sharded.
+
+They can be called without ``torch.distributed.checkpoint.save`` and ``load``.
+"""
 
 from __future__ import annotations
 
