@@ -20,7 +20,7 @@ from xla_dtensor.forms.views import Step, read_through, with_positions
 from xla_dtensor.lowering.bounds import Condition
 
 # An operand is one integer, index * KINDS + kind.
-ARRAY = 0  # from outside
+ARRAY = 0  # an array from outside of the batch
 VALUE = 1  # computed by the batch
 NUMBERS: dict[type, int] = {int: 2, float: 3, complex: 4}  # Python numbers: inputs, too
 KINDS = 5
@@ -111,7 +111,7 @@ class _Barrier:
     that XLA neither looks through it nor computes it before them."""
 
     results, name = 1, "a barrier"
-    result_forms, base_forms = (None,), ()  # of what it is given
+    result_forms, base_forms = (None,), ()  # nothing is known of its operand
 
     def part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [jax.lax.optimization_barrier(tuple(leaves))[0]]

@@ -87,7 +87,7 @@ class Lazy(Batch):
         super()._start()
         self._lines: list[Callable[[], str]] = []
         self._rounds = Rounds()
-        self._alone: list[Any] = []  # the values, where the entries were run one by one
+        self._alone: list[Any] = []  # all values, if the entries were run one by one
         self._is_large = False  # whether it has a large result on the default device
         self._held = 0  # bytes of the inputs
 
@@ -130,7 +130,7 @@ class Lazy(Batch):
         if self._held > HELD:
             self.run()
         elif len(self._entries) >= ENOUGH and self._rounds.complete(self._leaves_little):
-            # `run` begins a new batch, which is expected to be this one again.
+            # `run` begins a new batch; expect the same operations in it again.
             following = self._rounds.following
             self.run()
             self._rounds.following = following
@@ -191,8 +191,8 @@ class Lazy(Batch):
         if not waiting:
             return []
         key, outputs = self._key(waiting)
-        # Apart from those of blocks, which are one program each: a step's bits don't depend on who
-        # came first.
+        # Not the cache of blocks, each of which is one program: else a step's rounding would depend
+        # on which of the two was compiled first.
         known: Cache[Any, Any] = cut_batches if self._frame is None else executables
         executable = known.get(key)
         if executable is None:
@@ -218,7 +218,7 @@ class Lazy(Batch):
         with self._outside_of_traces(), jax.enable_x64(True):
             values = one_by_one(self._entries, self._arrays, self._numbers, states)
         self._alone = values
-        # Alone, what is on the default device stays there.
+        # Run one by one, results of the default device stay on it.
         return [(one, one.storage.form, values[one.pending.index]) for one in waiting]
 
     @contextlib.contextmanager

@@ -158,9 +158,9 @@ class _Piece:
         self, entries: Sequence[Entry], values: list[int], wanted: list[int], is_exact: bool
     ) -> None:
         self.wanted = wanted
-        # The operands of the batch that are the program's arrays, and by kind those that are its
-        # numbers; of its random operations those that are a generator's state, each with how many
-        # operations come between. By operand of the batch the program's own.
+        # Operands of the batch that are the program's arrays; by kind those that are its numbers;
+        # the generators' states of its random operations, each with the operations in between; and
+        # the program's operand for each of the batch's.
         self._sources: list[int] = []
         self._numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
         states = [entry.state for entry in entries if entry.state is not None]
@@ -234,8 +234,8 @@ class Pieces:
         forms = [form for entry in entries for form in _forms(entry.operation)]
         self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
         self._is_new = True
-        # Each with the values that no later one needs. From the last to the first: what later ones
-        # need is known then.
+        # (piece, values that no later piece needs). Made from the last to the first, so that what
+        # later ones need is known.
         self._pieces: list[tuple[_Piece, list[int]]] = []
         needed = set(self._outputs)
         for members, is_exact in reversed(_cut(entries, firsts, arrays, needed)):
@@ -261,7 +261,7 @@ class Pieces:
     def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
         """Compile what nobody has compiled, several programs at a time."""
         if sum(piece.program.is_new for piece, _ in self._pieces) < 2:
-            return  # the call compiles it
+            return  # a single one is compiled by its call
         begun = []
         with _without_finalizers():
             for piece, _ in self._pieces:

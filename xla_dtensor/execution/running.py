@@ -40,7 +40,7 @@ class Running(executor.Executor):
         simple = False
         if plan.mutated:
             mutated = [call.leaves[i] for i in plan.mutated]
-            simple = len(mutated) == 1 and not plan.grows  # the write itself asks
+            simple = len(mutated) == 1 and not plan.grows  # `Storage.write` checks it
             if not simple:
                 _check_writes(plan, mutated)
         if plan.conditions and plan.run is not None:
@@ -87,7 +87,7 @@ def launched(plan: Plan, call: Call) -> Any:
         with jax.enable_x64(True):
             return plan.same.eager(rng.keyed(state), leaves, bases)
     except BaseException:
-        # A call that fails has drawn nothing, so what is drawn next is what it would have been.
+        # A call that fails must not advance the generator, as in torch.
         call.stream.give_back(state)
         raise
 
@@ -109,7 +109,7 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
     if not plan.grows:
-        # Not strict: without data `arrays` never ends.
+        # Not strict: for tensors without data `arrays` is an endless iterator of None.
         for tensor, array, form in zip(mutated, arrays, plan.base_forms, strict=False):
             tensor._storage_.write(array, form)
         return

@@ -57,7 +57,7 @@ class Tracing(Running):
         return None
 
     def joins(self, call: Call) -> bool:
-        return False  # what a step takes in is where it is
+        return False  # inputs of a step stay on their devices
 
     def place(self, storage: Any, frame: Any) -> None:
         """In a program everything is on its devices."""

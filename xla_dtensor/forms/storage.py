@@ -88,8 +88,8 @@ class _Viewers:
         self._unknown = unknown
         self._full = 16
 
-    # For every view that is made, so without a lock: appending needs none, and the rest of the list
-    # stays in place while others append.
+    # Called for every view, so without a lock: list.append is atomic, and the rest of the list
+    # stays in place meanwhile.
     def add(self, tensor: Any) -> None:
         tensor._seat = seat = _Seat()
         seats = self._seats
@@ -171,8 +171,8 @@ class Storage:
         self.refuses_writes = None
         if array.__class__ is Pending:
             array.storage = weakref.ref(self)
-            return  # no trace writes down
-        within = executor.enclosing()  # the default executors ask for no storage
+            return  # only a batch makes pending values, never a trace
+        within = executor.enclosing()  # the default executors don't track storages
         if within is not None:
             within.created(self)
 
@@ -256,7 +256,7 @@ class Storage:
         if self.refuses_writes is not None:
             raise UnsupportedOpError(self.refuses_writes)
 
-    # The order matters in `write`: a trace, and a batch, must see the storage as it was.
+    # In `write` the executor comes first: a trace or batch has to note the storage as it was.
     def write(self, array: jax.Array | Pending, form: Form) -> None:
         """Replace the value; all tensors on this storage see it.
 
@@ -265,7 +265,7 @@ class Storage:
         """
         if self.refuses_writes is not None:
             self.check_write()
-        if array.__class__ is Pending:  # no trace writes down
+        if array.__class__ is Pending:  # only a batch makes these, never a trace
             array.batch.replaces(self)
             array.storage = weakref.ref(self)
         else:

@@ -54,7 +54,7 @@ class ViewStep:
     op: Any = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        # Made once: with each operation on a view something is looked up by its steps.
+        # Cached: each operation on a view looks something up by its view steps.
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             compared = (field.name for field in dataclasses.fields(self) if field.compare)
@@ -128,7 +128,7 @@ class PositionStep(ViewStep):
     start: Any = None
     left_open: PositionStep | None = field(default=None, compare=False)
 
-    __hash__ = ViewStep.__hash__  # or the decorator would make another one
+    __hash__ = ViewStep.__hash__  # @dataclass would make another one
 
     def starting_at(self, start: Any) -> PositionStep:
         """This step, left open, with a start."""
@@ -223,7 +223,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         the logical value, behind the axes along which it varies.
     """
     if isinstance(steps[0], CrossingStep):
-        # What devices hold: the array as it is, with the leading axes of pending reductions.
+        # A view of what devices hold starts from the array as it is, with its leading axes.
         base = form.fetched(base)
     else:
         base = logical(base, form)
@@ -296,7 +296,7 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    # With what it returns, the axes along which that varies, and the bytes of the narrowest type.
+    # Returns the new value, the axes along which it varies, and the narrowest dtype's itemsize.
     def write(
         base: jax.Array, form: Form, steps: tuple[Step, ...]
     ) -> tuple[jax.Array, tuple[str, ...], int]:

@@ -22,8 +22,8 @@ Rule = Callable[["Walk", Any], bool]
 """Adds what takes the place of an equation some of whose operands are apart, or says that it
 can't."""
 
-# Of a weight these give the weight, as it lies. (A reshape or a broadcast of one is made by the
-# program, and may be laid out anew.)
+# Applied to an input (a weight) these keep its layout. (The result of a reshape or a broadcast of
+# one is computed by the program, and may be laid out anew.)
 _AS_GIVEN = ("pin", "transpose", "convert_element_type", "copy")
 
 
@@ -210,7 +210,7 @@ class Walk:
 
     def _call(self, equation: Any) -> None:
         inner = called(equation)
-        if inner.constvars:  # arrays, which have no variable here
+        if inner.constvars:  # constants of the inner jaxpr have no variable in the outer one
             self.made.append(equation.replace(invars=[*map(self.whole, equation.invars)]))
             return
         own = dict(zip(inner.invars, equation.invars, strict=True))

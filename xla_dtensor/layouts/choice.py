@@ -100,7 +100,7 @@ class Choice:
         self.states: dict[Group, dict[Unit, State]] = {}
         self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
         self.options: dict[Unit, list[list[Factor]]] = {}
-        self._known: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
+        self._known: dict[Group, DimAxes] = {}  # each group's layout by `states`, cached
 
     def copy(self) -> Choice:
         """The same, to be changed."""

@@ -90,9 +90,9 @@ class _Constrain:
                 if axes is not None:
                     given = choice.given(numbers, result)
                     ways = [self._sharding(axes)]
-                    # Else XLA may gather an operand in place of what is made of it; and cut what
-                    # an equation is written out to: a running sum's many steps, or a transform
-                    # along its own dim, at which XLA may end the process.
+                    # Else XLA may gather an operand rather than the result. And it may cut the
+                    # operations that an equation is lowered to: the many steps of a running sum,
+                    # or a Fourier transform's own dim, at which it may end the process.
                     is_many = name in ("prefix_scan", "transform") and given != axes
                     if given is not None:
                         ways = [*self._way(result, given, axes), *ways]
@@ -112,7 +112,7 @@ class _Constrain:
         found: set[Any] = set()
         if sum(size > 1 for size in self._frame.sizes.values()) > LOOSE_AXES:
             return found
-        of = self._choice.graph.value  # a pin's result is its operand
+        of = self._choice.graph.value  # one value for a pin's result and its operand
         bound = set(map(of, to_give))
         for equation in equations:
             if self._is_plain(equation):

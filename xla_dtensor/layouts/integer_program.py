@@ -219,7 +219,7 @@ class AxisChoice:
         options += [f for f in node.factors if self._is_possible(kind, f, operands, results)]
         if self._axis.always and node.work and len(options) > 1:
             del options[0]
-        # An axis that nobody uses isn't taken for nothing: collectives have more devices then.
+        # A small cost for an otherwise unused axis: it would make collectives larger for nothing.
         taken = 0.0 if self._axis.counts_work else _PREFERENCE
         costs = [0.0 if option is _NOTHING else taken for option in options]
         if node.work and results[0] is not None and self._axis.counts_work:
@@ -295,7 +295,7 @@ class AxisChoice:
         moves = [collective(before, after, end.nbytes, self._axis.size)]
         for beside in end.others:
             if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
-                continue  # one sum along all of them
+                continue  # one all-reduce along all axes
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
             moves.append(collective(beside.before, beside.after, nbytes, beside.size))
@@ -343,7 +343,7 @@ class AxisChoice:
             for state, variable in zip(end.states, chosen, strict=True):
                 by_state.setdefault(state, []).append(variable)
             own = self._states[end.group]
-            # Where a side has one state the other says which pair it is.
+            # If one side has one state only, the other side's variable is the pair's.
             pairs = [[[*both] for both in by_state.values()]]
             if len(own) > 1 and len(by_state) == 1:
                 pairs = [[[variable]] for variable in variables[end.group]]
@@ -362,7 +362,7 @@ class AxisChoice:
                         for variable in cases:
                             program.costs[variable] += cost
                     else:
-                        # Wherever the value comes from, it is there for all who want it so.
+                        # One move serves all nodes that want the value so: it is paid once.
                         key = end.value, other, cost
                         if key not in moves:
                             moves[key] = program.variable(cost)

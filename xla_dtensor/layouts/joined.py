@@ -78,7 +78,7 @@ def _elementwise(walk: Walk, equation: Any) -> bool:
         return False
     operands = []
     for atom in equation.invars:
-        ones = zip(shape_of(atom), dims, strict=False)  # of length 1 for as many as others have
+        ones = zip(shape_of(atom), dims, strict=False)  # a 1 splits into 1s
         own = [sizes if n != 1 else (1,) * len(sizes) for n, sizes in ones]
         operands.append(walk.split(atom, own) if own else walk.whole(atom))
     return walk.puts(operands, *[dims] * len(equation.outvars))
@@ -127,7 +127,7 @@ def _broadcast(walk: Walk, equation: Any) -> bool:
     params, value = equation.params, walk.has(equation.invars[0])
     dims: list[Sizes] = [(n,) if n != 1 else () for n in params["shape"]]
     for d, to in enumerate(params["broadcast_dimensions"]):
-        if value.dims[d]:  # not of length 1
+        if value.dims[d]:  # () for a dim of length 1
             dims[to] = value.dims[d]
     starts = [*itertools.accumulate(map(len, dims), initial=0)]
     places = [
@@ -194,7 +194,7 @@ def _dot_general(walk: Walk, equation: Any) -> bool:
         joined = [walk.is_joined(atom, d) for atom, d in zip(atoms, pair, strict=True)]
         if not any(joined):
             continue
-        # A weight may be sharded as its parts can't be: three heads of two over two devices.
+        # Merged if a weight is: two devices can shard six columns, but not three heads of two.
         if any(not j and walk.is_given(a) for j, a in zip(joined, atoms, strict=True)):
             together: Sizes = (shape_of(atoms[0])[pair[0]],)
         else:

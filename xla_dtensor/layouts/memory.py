@@ -43,7 +43,7 @@ class Alive:
         for i, equation in enumerate(jaxpr.eqns):
             taken = [atom for atom in equation.invars if not isinstance(atom, Literal)]
             last.update((graph.value(v), i) for v in taken if first.get(graph.value(v)) != 0)
-            if any(v.aval.shape for v in taken):  # else it is made of numbers where it is taken
+            if any(v.aval.shape for v in taken):  # else it is made of scalars at its use
                 for result in equation.outvars:
                     first.setdefault(graph.value(result), i + 1)
         self._spans = [(v, i, last[v]) for v, i in first.items() if v in last]

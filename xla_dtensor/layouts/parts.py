@@ -53,7 +53,7 @@ class Group:
         while found.within is not None:
             found = found.within
         if found is not self:
-            self.within = found  # the way is short next time
+            self.within = found  # path compression
         return found
 
 

@@ -54,7 +54,7 @@ def once_for_alike(name: str, run: Function) -> Function:
             call = _calls.get_or_make((run, key), make)
             rows = [[x for x in (_at(x, i) for x in args) if _is_array(x)] for i in members]
             ids = [tuple(map(id, row)) for row in rows]
-            once = dict(zip(ids, rows, strict=True))  # the step counts of parameters are one array
+            once = dict(zip(ids, rows, strict=True))  # step counts may be one array: computed once
             results = dict(zip(once, _of_each(call, list(once.values())), strict=True))
             for i, own in zip(members, ids, strict=True):
                 found[i] = results[own]

@@ -123,7 +123,7 @@ def written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -
     """
     form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
     if not (steps and isinstance(steps[0], CrossingStep)):
-        form = form.reduced()  # else written in the parts that the devices hold
+        form = form.reduced()  # but a `CrossingStep` writes a Partial's parts
     if not set(axes) - set(own.varying):
         return form
     if any(isinstance(step, CrossingStep) for step in tensor._steps):
@@ -187,7 +187,7 @@ def _where(call: Call) -> tuple[Any, Any]:
             )
         elif frame is not form.frame and mesh is None:
             if frame.root == form.frame.root:
-                frame = frame_of(frame.root)  # the finer one has all meshes' axes
+                frame = frame_of(frame.root)  # the refined frame has the axes of all meshes
             elif form.varying:
                 frame = form.frame
         if form.mesh is None:

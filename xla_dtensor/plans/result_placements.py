@@ -117,7 +117,7 @@ def pins(answer: Answer | None) -> Pins | None:
     if call.info.is_out:
         if how.out is None:
             return None
-        # Rules know the functional overload alone.
+        # Rules are given the functional overload, without `out`.
         whole = [[frame.replicated] if isinstance(form, Form) else [] for form in call.forms]
         return Pins(whole, [], frame.replicated, pin(how.out), pin(how.out))
     if call.info.mutated and how.in_place is not None:
@@ -127,7 +127,7 @@ def pins(answer: Answer | None) -> Pins | None:
 
 
 _BY_NAME = (Kind.CONVOLUTION, Kind.TRANSFORM, Kind.GATHER)
-_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED, Kind.ADDED)  # of all overloads
+_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED, Kind.ADDED)  # for all overloads of an op
 
 
 def has_users_rule(func: Any) -> bool:
@@ -274,7 +274,7 @@ def _compiler_placements(
         )
         return [value for value in (*fresh, *writes) if value is not None]
 
-    # What varies is computed on each device by itself.
+    # Without varying axes: along those each device computes by itself.
     forms = [f.with_varying(()) if isinstance(f, Form) else f for f in call.forms]
     leaves = [
         jax.ShapeDtypeStruct(f.array_shape, f.jax_dtype, sharding=f.sharding)

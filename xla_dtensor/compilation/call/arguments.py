@@ -43,7 +43,7 @@ Plant = Callable[[Place, Any, Any], None]
 """Puts something into a place for the time of a trace."""
 
 
-# What torch itself knows of a tensor and few steps ask for.
+# Attributes of torch's tensors that are in the key only if the step's code reads them.
 _ASKED = frozenset({"_version", "is_inference"})
 
 
@@ -70,7 +70,7 @@ class Arguments:
         lengths: the numbers that are the lengths of what has been, by position.
     """
 
-    # Of most calls.
+    # What most calls have: no such arguments.
     carried: tuple[Any, ...] = ()
     lengths: frozenset[int] = frozenset()
     fields: frozenset[int] = frozenset()
@@ -94,7 +94,7 @@ class Arguments:
         self.numbers: dict[int, int | float] = {}
         self.containers: list[Any] = []
         self.arrays: list[tuple[Any, Any]] = []
-        # What the step's code may read from: how it is called for messages, of which value.
+        # Objects whose attributes the step's code may read: (prefix in messages, argument, object).
         self._objects: list[tuple[str, Any, Any]] = []
         self._index: dict[int, int] = {}
         self._parts: list[Any] = []
@@ -127,7 +127,7 @@ class Arguments:
             return None
         count = len(self.containers)
         index = self._index.setdefault(id(value), count)
-        if index < count:  # the same object once more, or in itself
+        if index < count:  # it occurs twice, or contains itself
             return index
         self.containers.append(value)
         data, parts = kind.split(value)
@@ -210,7 +210,7 @@ class Arguments:
             return (
                 (cls, *value.shape),
                 value.stride(),
-                value._is_view(),  # of which another part may be what the step finds elsewhere
+                value._is_view(),  # the step may reach another view of its base
                 value.dtype,
                 value.device,
                 value.requires_grad,

@@ -33,7 +33,7 @@ from typing import Any
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.code.names import LIBRARIES, STDLIB, is_library
 
-_TOOLS = (3, 4)  # of `sys.monitoring`'s numbers those that stand for no kind of tool
+_TOOLS = (3, 4)  # ids that `sys.monitoring` reserves for no kind of tool
 _NAME = "xla_dtensor"
 _executed: frozenset[types.CodeType] = frozenset()
 
@@ -78,7 +78,7 @@ class Recorder:
         noted = False
         try:
             with contextlib.nullcontext(False) if self._blind else _noting(codes) as noted:
-                if not (noted or self._blind):  # `host_random` has a profiler of its own by now
+                if not (noted or self._blind):  # another profiler runs, say `host_random`'s
                     self._blind = self.grown = meets_installed
                 yield
         finally:
@@ -111,7 +111,7 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
             ran = (entry.code for entry in profiler.getstats())
             codes.update(code for code in ran if isinstance(code, types.CodeType))
         return
-    for stale in _TOOLS:  # of a trace that a signal has ended here; only one runs in the process
+    for stale in _TOOLS:  # left by a trace that a signal ended; a process traces one step at a time
         if monitoring.get_tool(stale) == _NAME:
             monitoring.set_events(stale, 0)
             monitoring.free_tool_id(stale)
@@ -181,7 +181,7 @@ def _profiler_at_work() -> bool:
     if hasattr(sys, "monitoring"):
         return False
     found = sys.getprofile()
-    if isinstance(found, _Profile):  # a signal has ended that trace between two lines of `_noting`
+    if isinstance(found, _Profile):  # left by a trace that a signal ended in `_noting`
         found.disable()
         return False
     return found is not None

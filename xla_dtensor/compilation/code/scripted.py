@@ -19,7 +19,7 @@ class Scripted:
     """
 
     def __init__(self, module: torch.jit.ScriptModule, path: str) -> None:
-        # What torch.jit.trace gives is around the module that it stands for.
+        # torch.jit.trace gives a wrapper; the module is in its attribute.
         inside: Any = getattr(module, "_actual_script_module", module)
         self._path, self._module = path, inside._c
         names = ConcreteModuleType.from_jit_type(inside._c._type()).get_attributes()

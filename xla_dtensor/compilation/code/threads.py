@@ -45,7 +45,7 @@ def _second(_: Any, work: Any, *__: Any) -> Any:
     return work
 
 
-# What is replaced while a step is traced: (owner, name, what it is told to do, name in messages).
+# Methods replaced while a step is traced: (owner, name, which argument is the work, message).
 _STARTS: list[tuple[Any, str, Callable[..., Any], str]] = [
     (threading.Thread, "start", _work_of_thread, "starts a thread"),
     (_thread, "start_new_thread", _first, "starts a thread"),
@@ -118,13 +118,13 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
         try:
             yield
         except DataDependentError as error:
-            if error in refused[1:]:  # what was left to be cleared away after the first
+            if error in refused[1:]:  # a later refusal, raised while the first one unwinds
                 raise refused[0] from None
             raise
     if refused:
         raise refused[0]
     if len(sys._current_frames()) > 1:
-        return  # another thread's doing, perhaps
+        return  # another thread may have changed the amounts
     for (each, path), amount in zip(shared, before, strict=True):
         if _amount(each) != amount:
             raise DataDependentError(

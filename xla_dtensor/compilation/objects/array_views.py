@@ -74,7 +74,7 @@ def array_of(value: Any, outside: Iterable[Any]) -> Any:
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return None
     if value.layout is not torch.strided or value.untyped_storage().resizable():
-        return None  # memory of torch's own
+        return None  # torch allocated it: no NumPy array shares it
     try:
         shown = value.numpy()
     except (TypeError, RuntimeError):  # NumPy has no such dtype, or it requires grad, is conjugate

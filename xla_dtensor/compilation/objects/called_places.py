@@ -88,7 +88,7 @@ class OfThread(Entries):
 
     @owner.setter
     def owner(self, value: Any) -> None:
-        if value is None:  # an effect that has been done with
+        if value is None:  # an effect lets go of its place
             self.local = None
 
     @property

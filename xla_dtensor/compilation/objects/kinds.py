@@ -232,7 +232,7 @@ SEQUENCE, LIST, DICT, RECORD = _Sequence(), _List(), _Dict(), _Record()
 DATACLASS = _Record(inputs=True)
 REGISTERED, OBJECTS, TAGGED = _Registered(inputs=True), _Objects(), _Tagged()
 BUFFER = _Buffer()
-# Those whose numbers may be inputs.
+# The containers whose numbers may be inputs of the program.
 TUPLE, PLAIN_LIST, PLAIN_DICT = _Sequence(inputs=True), _List(inputs=True), _Dict(inputs=True)
 
 _LEAVES = (
@@ -253,7 +253,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
         return PLAIN_DICT
     if cls is tuple or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         return TUPLE
-    if cls is torch.Size:  # torch's pytree would make a tuple of it
+    if cls is torch.Size:  # pytree would rebuild it as a tuple
         return SEQUENCE
     if cls in pytree.SUPPORTED_NODES:
         return REGISTERED
@@ -282,7 +282,7 @@ def kind_of(value: Any) -> Kind | None:
     cls = type(value)
     kind = _kind_of_class(cls)  # type: ignore[arg-type]
     if kind is None:
-        if cls in pytree.SUPPORTED_NODES:  # by now
+        if cls in pytree.SUPPORTED_NODES:  # registered since `_kind_of_class` was cached
             return REGISTERED
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None

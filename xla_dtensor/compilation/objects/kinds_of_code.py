@@ -27,7 +27,7 @@ class _Cell(Kind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         try:
             return types.CellType, [value.cell_contents]
-        except ValueError:  # it isn't there yet
+        except ValueError:  # the variable isn't assigned yet
             return types.CellType, []
 
     def spots(self, value: Any, path: str) -> list[Spot]:
@@ -148,7 +148,7 @@ class _Iterator(Kind):
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated for those of itertools
+            warnings.simplefilter("ignore")  # pickling itertools' is deprecated
             try:
                 make, given, *state = value.__reduce__()
             except TypeError as error:
@@ -323,7 +323,7 @@ def state_of_iterator(iterator: Any) -> Any:
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.14 can't copy or pickle them any more
+        warnings.simplefilter("ignore")  # deprecated, and a TypeError from Python 3.14 on
         try:
             parts = iterator.__reduce__()
         except TypeError:

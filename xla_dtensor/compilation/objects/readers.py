@@ -44,7 +44,7 @@ _HOMES: tuple[Any, ...] = (
 )
 _NAMES = {*CALLED_BY, *MADE_UP, *MODULES, *ENVIRONMENT, *EVALUATES, *TABLES, *NAMED}
 _NAMES |= {"type", "id", "next"}
-# The functions are kept, so that no other object gets the id of one that somebody replaces.
+# The functions are kept alive, so that their ids stay theirs if somebody replaces one.
 _READERS = {
     id(function): (name, function)
     for home in _HOMES

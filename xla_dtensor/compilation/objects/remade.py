@@ -147,7 +147,7 @@ class MadeObjects:
         self._new, self._kept, self._is_own, self._arrays = new, kept, is_own, arrays
         self._made: set[int] | None = None
         self._asked = False
-        # All that has been taken apart: which it is, and itself, so that its id stays its own.
+        # By id: the object's number, and the object, kept alive so that its id stays its own.
         self._known: dict[int, tuple[int, Any]] = {}
 
     def flatten(self, value: Any) -> tuple[list[Any], Tree]:
@@ -191,7 +191,7 @@ class MadeObjects:
             return kind
         if issubclass(cls, np.ndarray | bytearray):
             return kind or BUFFER
-        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # of a range
+        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # a range's
         if not untracked and not self._is_made(value):
             return None
         if cls is types.GeneratorType:

@@ -134,7 +134,7 @@ for _module in (torch.backends.cudnn, torch.backends.mkldnn):
             SETTINGS[f"{_module.__name__}.{_name}"] = Setting(
                 functools.partial(getattr, _module, _name),
                 functools.partial(setattr, _module, _name),
-                # By its own name, too: the module may have been imported under any.
+                # Its own name alone counts, too: the module may be imported under another name.
                 frozenset({"backends", "cudnn", "mkldnn", _name, f"_get_mkldnn_{_name}"}),
             )
 
@@ -224,7 +224,7 @@ def _set_filters(filters: list[Any]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-# They say whether a warning is raised, or collected.
+# The filters say whether a warning is raised, or collected.
 _named(
     "warnings.filters",
     lambda: list(warnings.filters),
@@ -241,7 +241,7 @@ _named(
 _named("random.getstate()", random.getstate, None, "getstate")
 _named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
 
-# Those that a step is taken to find, and not to leave otherwise.
+# Settings without a setter: steps may read them, and mustn't change them.
 _named(
     "torch.sparse.check_sparse_tensor_invariants.is_enabled()",
     torch.sparse.check_sparse_tensor_invariants.is_enabled,

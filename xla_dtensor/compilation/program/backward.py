@@ -56,7 +56,7 @@ class BackwardPass:
         self.jaxpr, self.residuals = split.forward, split.residuals
         self.donates = len(history.errors) == len(history.outputs)
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
-        # Of the constants that it needs those that aren't inputs are computed anew.
+        # Constants that are no inputs (numbers, random state) are computed again for the backward.
         self._constants = [traced.inputs.sources[i] for i in split.constants]
         computed = [i for i in split.constants if not isinstance(traced.inputs.sources[i], INPUTS)]
         self._computes = jax.jit(lambda *groups: _at(inputs.constants(*groups), computed))
@@ -79,7 +79,7 @@ class BackwardPass:
             for i, through in split.reads_constants.items()
         ]
         self._fixed_reads: list[MemoryRead] = []
-        # Of arguments, gradients and results, which are others in each call.
+        # Reads of arguments, gradients and results, which are other tensors in each call.
         self._found_reads: list[tuple[Any, set[int], Any]] = []
         for what, by, through in found:
             if isinstance(what, list):

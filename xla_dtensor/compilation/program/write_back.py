@@ -31,7 +31,7 @@ class WriteBack:
     def __init__(self, traced: Traced, inputs: Inputs, outputs: Outputs, guards: Guards) -> None:
         self._traced, self._outputs, self._guards = traced, outputs, guards
         self._to_arguments = inputs.to_arguments
-        # Storages that are the same in each call, one array for many counters.
+        # Storages that are the same in each call; many step counters may share one array.
         alone: list[tuple[int, Storage]] = []
         counters: list[tuple[int, tuple[Storage, ...]]] = []
         for source in traced.inputs.slots:
@@ -46,14 +46,14 @@ class WriteBack:
         pairs = [(s, outputs.forms[index]) for index, s in alone]
         pairs += [(s, outputs.forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
-        # Of most steps the leaves are the same tensors in each call, which `ExternalTensor.get`
-        # holds, too, as long as the program lives.
+        # In most steps the leaves are the same tensors in each call, so the program may hold
+        # them, as `ExternalTensor.get` does.
         grads = [
             (o.get() if o.is_fixed else None, o, template) for o, template in traced.outputs.grads
         ]
         self._fixed_grads = [(leaf, t) for leaf, _, t in grads if isinstance(leaf, torch.Tensor)]
         self._other_grads = [(o, t) for leaf, o, t in grads if not isinstance(leaf, torch.Tensor)]
-        # Tensors that the step writes as autograd must see: what it saved is overwritten.
+        # Tensors whose version torch must raise, so that autograd sees saved values overwritten.
         counted = [o for o in traced.outside if o.writes]
         fixed = [o.get() for o in counted if o.is_fixed]
         self._counted = [t for t in fixed if not t.is_inference()]
@@ -161,7 +161,7 @@ class WriteBack:
     @functools.cached_property
     def _is_steady(self) -> bool:
         """Whether the next call finds what this one found, as far as optimizers' state goes."""
-        # By hooks, say, which come upon it in the next call.
+        # Code that reads ``state`` (a hook, say) may behave differently once it is filled.
         read = "state" in self._guards.watch.names.attributes
         return all(
             not stepped.replaced_state()

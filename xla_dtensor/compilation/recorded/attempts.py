@@ -59,9 +59,9 @@ def trace(
             return traced, None if numbers == dynamic else failed
         except Exception as error:
             if used is not None and not used.used:
-                del ways[0]  # it would be the same again
+                del ways[0]  # it would trace the same again
             if not ways or attempt.is_final(error):
-                raise  # if this is the last one, it is the step that does
+                raise  # no other way is left: the step itself raises
             failed = error
 
 

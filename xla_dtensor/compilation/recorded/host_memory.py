@@ -14,7 +14,7 @@ class Memories:
     """Memory, and what gives a tensor with it. It is kept: an address may be used again."""
 
     def __init__(self) -> None:
-        # By where it begins: (the memory, the source of a tensor, where that begins).
+        # By the memory's address: (storage, source of a tensor in it, that tensor's address).
         self._known: dict[int, tuple[torch.UntypedStorage, Input | Value, int]] = {}
         self._starts: list[int] = []
 
@@ -47,5 +47,5 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
     try:
         return tensor.untyped_storage().nbytes() > 0
-    except NotImplementedError:  # one of functorch's, which is around another
+    except NotImplementedError:  # functorch's wrappers have no storage
         return False

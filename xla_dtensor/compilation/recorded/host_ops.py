@@ -56,7 +56,7 @@ _Symbolic = torch.SymFloat | torch.SymInt
 
 _ATEN = torch.ops.aten
 
-# What computes one value of all elements, however many there are.
+# Reductions to one value: their shape doesn't depend on the number of elements.
 _OF_ANY_SIZE = frozenset(
     getattr(_ATEN, name).default for name in ("sum", "mean", "max", "min", "any", "all", "prod")
 )
@@ -86,7 +86,7 @@ class HostOperations(TorchDispatchMode):
         self.program = HostProgram()
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
         self._originals = originals.tensors
-        # By the id of the tensor; and the tensors, by the id of the input.
+        # Inputs by the id of their tensor; `_tensors` has the tensors by the id of their input.
         self._inputs: dict[int, Input] = {}
         self._unread: set[int] = set()
         self._tensors: dict[int, torch.Tensor] = {}
@@ -135,7 +135,7 @@ class HostOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(cls, Ours) for cls in types):
-            with disable_function_of_subclasses():  # we are below it, but calling begins above it
+            with disable_function_of_subclasses():  # their __torch_function__ has run already
                 return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -148,7 +148,7 @@ class HostOperations(TorchDispatchMode):
             devices.add(torch.device(device).type)
         if not devices <= {"cpu"}:
             return func(*args, **kwargs)
-        with unseen():  # what we ask of the tensors the step's Python doesn't
+        with unseen():  # our own look at the tensors isn't the step's
             return self._computed(func, args, kwargs, tensors)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -208,8 +208,8 @@ class HostOperations(TorchDispatchMode):
             operation.values = values
         sizes = sizes_of(results)
         if torch.Tag.dynamic_output_shape not in func.tags:
-            # Some depend on values all the same (_pack_padded_sequence). What the first run gives
-            # counts: with gradients a few operations have more to return (mkldnn_rnn_layer).
+            # Some shapes depend on values without that tag (_pack_padded_sequence). The first
+            # replay sets them: with gradients some operations return more (mkldnn_rnn_layer).
             operation.sizes = []
         else:
             for x in results:
@@ -228,7 +228,7 @@ class HostOperations(TorchDispatchMode):
         value = Value(self.program.add(_ATEN.clone.default, source, {}, False), 0)
         self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
         self._memories.shows(tensor, value)
-        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # of an array
+        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # NumPy's memory
             self._hand_out(tensor)
 
     # --- writes -------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class HostOperations(TorchDispatchMode):
             for tensor, before in self._overwritten.values():
                 tensor.copy_(before)
         self._overwritten, self._handed_out, self._leaves = {}, [], []
-        # torch swaps no tensor that has a weak reference
+        # torch.utils.swap_tensors refuses tensors that have a weak reference
         for kept in (self._made, self._of_unknown_size, self._tensors):
             kept.clear()
         self._inputs, self._grads = {}, {}
@@ -404,13 +404,13 @@ class HostOperations(TorchDispatchMode):
         with unseen():
             made = self._made_here(tensor)
         if made is None or tensor.is_inference() or tensor._version:
-            return False  # or somebody has written to it since
+            return False  # it may have been written since
         return self.program.is_constant(made.operation)
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         made = self._made_here(tensor)
-        # A tensor that the step made may have been written since; what is written down says by
-        # what, so all of it runs again as soon as anything depends.
+        # The step may have written to a tensor that it made, by recorded operations. So if any of
+        # those depends on the call, all run again, and the tensor counts as depending.
         return self.program.depends if made is not None else True
 
     def use(self, tensor: torch.Tensor) -> Any:
@@ -428,7 +428,7 @@ class HostOperations(TorchDispatchMode):
                     return made
             if not self.program.depends:
                 return None
-            # The step may write to the tensor later on.
+            # A copy, as the step may write to the tensor later on.
             return Value(self.program.add(_ATEN.clone.default, (made,), {}, True), 0)
 
     def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, Input | None]:
@@ -550,7 +550,7 @@ def _form_of_grad(leaf: torch.Tensor, grad: Any = _UNSET) -> Any:
 
 
 def _present(x: Any) -> Any:
-    # Only this once: later calls compute it from the number that they read.
+    # The present value, for this trace alone: later calls compute with the number they read.
     return (
         x.node.value
         if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)

@@ -14,7 +14,7 @@ from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.base import grad_of
 
-# What writes to arguments without its schema's saying so: to which, and which one says whether.
+# Overloads that write to arguments undeclared: their positions, and that of the flag that asks.
 _WRITES: dict[Any, tuple[tuple[int, ...], int | None]] = {
     torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
     torch.ops.aten.batch_norm_update_stats.default: ((1, 2), None),
@@ -156,7 +156,7 @@ class HostProgram:
                 except HostChanged:
                     raise
                 except Exception as error:
-                    # As the step's Python would have it now, or it would go another way.
+                    # Eager torch would raise it, too, or take another branch: trace the step again.
                     raise HostChanged(f"{operation.func} of CPU tensors: {error}") from error
                 operation.check(out)
                 results.append(out)

@@ -29,8 +29,8 @@ class WithHistory(torch.autograd.Function):
         results = call.run()
         ctx.backward_of = call.backward
         ctx.set_materialize_grads(False)
-        # What the backward pass needs is there as long as torch keeps this: torch lets it go after
-        # a backward pass, unless that retains the graph, and refuses a second one.
+        # The saved values live as long as this saved tensor: torch frees it after a backward
+        # pass, unless the graph is retained, and raises for a second one.
         token = torch.empty(0)
         token.kept = call.kept
         ctx.save_for_backward(token)

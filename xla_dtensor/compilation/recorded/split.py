@@ -106,7 +106,7 @@ class Split:
                 met(variable, through.get(variable, set(stand_ins.values())))
 
 
-# What only puts a value in another order, or repeats it.
+# Primitives that only reorder or repeat elements: cheaper to run again than to save.
 _MOVES = frozenset(
     {
         "transpose",

@@ -98,13 +98,13 @@ class TracedEffects:
             DataDependentError: the next call would go on with their history.
         """
         for key, before in effect.before.items():
-            # An element of a set that is gone is under no key.
+            # MISSING for an element that a set no longer has.
             after, name = effect.after.get(key, MISSING), effect.place.label(key)
             tensors = tensors_in(before)
             carried = name in self._carried
             if not (is_state(before) and (carried or effect.place.guarded)):
                 continue
-            if effect.grows():  # it is another place in every call
+            if effect.grows():  # the place itself is another one in every call
                 continue
             if not tensors:
                 if not carried and is_state(after, symbolic=True):

@@ -42,7 +42,7 @@ class Inside:
         trace.rng_words, trace._latest = self._words, None
         self._counter = trace.random.counter
         trace.random.counter = self._start
-        # Each with its version: what was gathered from an earlier value isn't taken for this one's.
+        # With versions: what was gathered from an earlier value must not be used for this one.
         self._before = [(s, s.value, s.form, s.version) for s in self._storages]
         for storage, value in zip(self._storages, self._slices, strict=True):
             storage.put_back(value, storage.form)
@@ -77,7 +77,7 @@ class Inside:
             storage.put_back(value, form)
             storage.version = version
         if kind is not None:
-            trace._owned = self._owned  # the error's frames keep some: nobody is to have them
+            trace._owned = self._owned  # the error's frames keep tensors of the body alive
             return
         if written:
             raise UnsupportedOpError(

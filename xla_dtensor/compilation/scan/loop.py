@@ -128,7 +128,7 @@ class Layers:
         args, kwargs = pytree.tree_unflatten(flat, self._tree)
         version = x._storage_.version
         given = pytree.tree_flatten((args, kwargs))
-        # As in forward, also where backward is called elsewhere.
+        # Autocast as in forward: backward may be called outside of its block.
         with self._autocasts[0](), self._autocasts[1](), Unassigned(self.first):
             y = self.first(x, *args, **kwargs)
         left = pytree.tree_flatten((args, kwargs))
@@ -185,7 +185,7 @@ class Layers:
         found = []
         for i, form in enumerate(self.forms):
             values = [logical_value(tensors[i]) for tensors in self.tensors]
-            # A parameter of the default device is on all of the step's from its first call on.
+            # A step's first call moves parameters of the default device to all of its devices.
             found.append(stack(form.placed(self.trace.frame), *values))
         return found
 
@@ -241,7 +241,7 @@ class _Scan(torch.autograd.Function):
 
             scan = functools.partial(jax.lax.scan, body, start, length=layers.count)
             end, (kept, inputs) = scan((stacked, layers.words()))
-            if drawn[0]:  # each layer has random numbers of its own: once more, with those
+            if drawn[0]:  # random numbers: trace again, with a state for each layer
                 layers.draws = drawn[0]
                 end, (kept, inputs) = scan((stacked, layers.words()))
             results = [y for array in inputs for y in unstack(array, layers.count)[1:]]
@@ -249,7 +249,7 @@ class _Scan(torch.autograd.Function):
         trace.random.advance(layers.draws * layers.count)
         ctx.layers, ctx.form = layers, form
         ctx.stacked, ctx.kept = stacked, kept
-        ctx.save_for_backward(_NOTHING)  # torch frees it with the graph, and says so afterwards
+        ctx.save_for_backward(_NOTHING)  # freed with the graph; reading it then raises
         ctx.set_materialize_grads(False)
         return tuple(new_tensor(y, form) for y in (*results, end))
 
@@ -307,7 +307,7 @@ class _Scan(torch.autograd.Function):
             zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
             nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
             *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
-            # Of each layer's result, where that is used elsewhere than in the next one.
+            # Gradients of layers' results that something besides the next layer has used.
             used = any(g is not None for g in of_each[:-1])
             of_results = [stack(form, *middle, nothing)] if used else []
             (dx, sums), per_layer = jax.lax.scan(

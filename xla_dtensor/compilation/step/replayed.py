@@ -26,8 +26,8 @@ from xla_dtensor.execution.batch_program import Entry, Outputs
 from xla_dtensor.execution.blocks import writing_down
 from xla_dtensor.runtime import abstract, processes
 
-SEQUENCES = 256  # of operations whose programs are kept
-# Calls that leave garbage behind until there is a program that computes that, too.
+SEQUENCES = 256  # sequences of operations whose programs are kept
+# After so many calls that leave uncollected results, a program is made that computes these, too.
 OFTEN = 3
 
 
@@ -94,7 +94,7 @@ class ReplayedStep(BaseStep):
                 finally:
                     recorded.run()
         except BaseException:
-            self._notes_lines = True  # should it fail again
+            self._notes_lines = True  # for the message, should it fail again
             raise
 
     def compiled_programs(self) -> list[Any]:
@@ -146,7 +146,7 @@ class ReplayedStep(BaseStep):
         # Only what is younger than two collections, as all is that this call has made: a full one
         # visits every object of the process, which takes a second where there are millions.
         gc.collect(1)
-        if len(recorded) != len(entries):  # destructors have written operations down, or read
+        if len(recorded) != len(entries):  # finalizers have recorded operations, or read a value
             return self._program_of(recorded)
         collected = recorded.wanted()
         program = _one_of(known, collected)

@@ -65,7 +65,7 @@ class Program:
             arrays = [*taken, *kept]
             return compute([arrays[i] for i in order], numbers)
 
-        inputs = self._inputs(recorded)  # what compiling looks at; nothing is taken over
+        inputs = self._inputs(recorded)  # for shapes and shardings; nothing is donated
         shardings = out_shardings(self.outputs)
 
         def traced() -> Any:
@@ -151,7 +151,7 @@ def _alike(error: Exception) -> Exception:
     """The same error without the frames that it has come through: they hold a call's tensors."""
     try:
         return copy.copy(error)
-    except Exception:  # of its class, which wants other arguments
+    except Exception:  # its class may want other arguments
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -176,20 +176,20 @@ class StepBatch(lazy.Lazy):
 
     def _start(self) -> None:
         super()._start()
-        # What was computed so far are arrays now.
+        # A new batch begins, to which values of the earlier one are arrays: nothing to tie to.
         self._recomputing = [(0, None, {}) for _ in self._recomputing]
 
-    # To note where in the user's code an operation is costs as much as half of writing it down.
+    # Not `Lazy`'s, which notes the user's line: that costs half as much as recording the operation.
     _write_down = Batch._write_down
 
-    _array = Batch._array  # the bytes of its inputs end no step
+    _array = Batch._array  # not `Lazy`'s, which launches after so many bytes of inputs
 
     def _add_in_optimizer(self, plan: Plan, call: Call) -> list[Any]:
         """Write a call down; state that an optimizer makes in its first step is there at once, so
         that this step's program is that of all later ones, which have it as an input."""
         filled = call.filled_with()
         form = plan.result_forms[0] if plan.result_forms else None
-        # What moves to the mesh's devices with the step's values has another form there.
+        # Only forms that stay the same when the step moves its values to the mesh's devices.
         if (
             isinstance(filled, int | float)
             and form is not None
@@ -239,7 +239,7 @@ class StepBatch(lazy.Lazy):
         if kind != ARRAY and (kind != VALUE or index >= first):
             return code
         if code not in known:
-            # Tied to the newest value of the backward pass: not to be computed before it.
+            # One barrier with the backward pass's newest value: XLA can't recompute before it.
             operands = (code,) if latest is None else (code, latest)
             (behind,) = self._write_down(Entry(BARRIER, operands))
             known[code] = behind.code
@@ -287,7 +287,7 @@ class StepBatch(lazy.Lazy):
                 index is not None
                 and new.__class__ is Pending
                 and outputs.get(new.index) is form
-                and value.size > 1  # step counts: many storages may have one array
+                and value.size > 1  # scalars (step counts) may share one array
             ):
                 found.append((index, (new.index, form)))
         return found
@@ -306,14 +306,14 @@ class StepBatch(lazy.Lazy):
                 array.is_deleted() for array in self._arrays if isinstance(array, jax.Array)
             ):
                 raise
-            # Is it one operation that fails? Then its error names it and its line.
+            # Run one by one: if a single operation fails, its error names it and its line.
             alone = self._one_by_one(self._waiting())
             if any(isinstance(value, Failure) for _, _, value in alone):
                 return alone
             if refused is not None:
                 refused.is_whole = True
             raise
-        assert isinstance(program, Program)  # the other one has raised
+        assert isinstance(program, Program)  # a `Refused` has raised
         place_of = program.place_of
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]

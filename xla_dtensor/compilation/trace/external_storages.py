@@ -31,7 +31,7 @@ class ExternalStorage:
     )
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
-        # New state may be a temporary; only a weak reference can tell.
+        # State that an optimizer has just made may be a temporary, which a weak reference shows.
         self._strong = storage if fill_value is None else None
         self._reference = weakref.ref(storage)
         self.array = storage.array

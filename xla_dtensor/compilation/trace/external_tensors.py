@@ -108,7 +108,7 @@ class ExternalTensor:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
         tensor = self.get()
         if tensor is None or tensor.requires_grad == self.requires_grad:
-            return False  # not to ask a view whose base was written since: torch refuses
+            return False  # don't ask for `is_leaf`: torch raises for a view whose base was written
         return tensor.is_leaf
 
     def switch_back(self) -> None:

@@ -122,10 +122,10 @@ def for_formula(trace: Any, function: str, name: str, value: Any) -> Any:
     if is_pythons(value):
         value = plain(value)
     elif holds_number(value):
-        # lr=torch.tensor(0.1), which a scheduler fills: the number that it holds.
+        # lr=torch.tensor(0.1), which a scheduler overwrites: take the number in it.
         value = _held(trace, value)
     if name == "lr" and function in ("_fused_sgd", "_fused_adagrad") and _is_symbolic(value):
-        return _as_tensor(value)  # a float would be a constant
+        return _as_tensor(value)  # these would make a float a constant
     return value
 
 
@@ -135,7 +135,7 @@ def _held(trace: Any, tensor: torch.Tensor) -> Any:
         name = f"the item of a CPU tensor {list(tensor.shape)}"
         read = partial(_held_now, trace.host.use(tensor))
         return trace.numbers.as_input(read, item_of(tensor), name)
-    # The step has made it, or written to it: the host computes it in each call.
+    # A CPU tensor that the step has made or written: the host's program gives it in each call.
     with jax.enable_x64(True):
         array = jax.numpy.asarray(trace.host_tensor(tensor)).reshape(()).astype("float64")
         weak = convert_element_type(array, weak_type=True)
