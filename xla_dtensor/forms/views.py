@@ -19,7 +19,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
-from xla_dtensor.lowering.context import Place, at, here
+from xla_dtensor.lowering.context import Target, at, here
 from xla_dtensor.lowering.ops.view import put_changes
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
 def _on_devices_of(form: Form) -> AbstractContextManager[None]:
     """Lowerings of views are told how many devices there are."""
     devices = 1 if form.frame is None else len(form.frame.device_ids)
-    return at(Place(here().platform, devices=devices))
+    return at(Target(here().platform, devices=devices))
 
 
 def _uneven_dims_whole(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:

@@ -16,7 +16,7 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.context import Place, at
+from xla_dtensor.lowering.context import Target, at
 from xla_dtensor.lowering.workarounds import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.call import Call, fill
@@ -80,7 +80,7 @@ class Computation:
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._cut = cut
         devices = 1 if frame is None else len(frame.device_ids)
-        self._place = Place(platform_of(frame), devices=devices)
+        self._place = Target(platform_of(frame), devices=devices)
         self._result_forms, self._writes = result_forms, writes
         self._reads_nothing = call.info.makes_like
         self._varying = [

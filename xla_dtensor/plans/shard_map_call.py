@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.lowering.context import Axes, Place, at
+from xla_dtensor.lowering.context import Axes, Target, at
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.workarounds import CALLS_PER_SHARD
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
@@ -63,7 +63,7 @@ class ShardMapCall:
     ) -> None:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
         self._padded, self._query = padded, query
-        self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
+        self._place = Target(platform_of(frame), [axes for axes in leaves if axes is not None])
         self._others: dict[Any, ShardMapCall] = {}
 
     def call(
