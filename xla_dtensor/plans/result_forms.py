@@ -20,7 +20,7 @@ from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.plans.result_placements import Answer, output_placements
 
 
-class Place(NamedTuple):
+class ResultDevices(NamedTuple):
     """Where a call's results are.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     memory: str | None
 
 
-def place_of(call: Call) -> Place:
+def place_of(call: Call) -> ResultDevices:
     """Where the results of a call are.
 
     Raises:
@@ -47,11 +47,11 @@ def place_of(call: Call) -> Place:
     """
     mesh, frame = _where(call)
     memory = None if frame is None else _memory(call)
-    return Place(mesh, frame, varying_axes(call, frame), has_no_value(call), memory)
+    return ResultDevices(mesh, frame, varying_axes(call, frame), has_no_value(call), memory)
 
 
 def output_forms(
-    place: Place, metas: list[Meta | None], answer: Answer | None
+    place: ResultDevices, metas: list[Meta | None], answer: Answer | None
 ) -> list[Form | None]:
     """The form of each result: its meta data from torch, its layout from the rules.
 
@@ -245,7 +245,9 @@ def _writes_number(call: Call) -> bool:
     return all(n == 1 or not step for n, step in zip(form.shape, form.stride, strict=True))
 
 
-def grown_forms(call: Call, metas: list[Any], bases: list[Any], place: Place) -> list[Form | None]:
+def grown_forms(
+    call: Call, metas: list[Any], bases: list[Any], place: ResultDevices
+) -> list[Form | None]:
     """Per tensor written the form that it takes on because the result has another shape, or None.
 
     torch resizes ``out=`` tensors; they then are laid out as the rule says of the result.
