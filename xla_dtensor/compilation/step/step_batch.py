@@ -34,7 +34,7 @@ from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 
-class Program:
+class ReplayedProgram:
     """What a sequence of operations was compiled to.
 
     Attributes:
@@ -101,7 +101,7 @@ class Program:
         taken, kept = ([recorded.arrays[i] for i in some] for some in (self._taken, self._kept))
         return taken, kept, recorded.numbers()
 
-    def difference(self, later: Program) -> str:
+    def difference(self, later: ReplayedProgram) -> str:
         """Where another program's operations begin to be others."""
         pairs = itertools.zip_longest(self._entries, later._entries)
         for i, (mine, others) in enumerate(pairs):
@@ -168,7 +168,7 @@ class StepBatch(lazy.Lazy):
 
     is_step = True
 
-    def __init__(self, program_of: Callable[[StepBatch], Program | Refused | None]) -> None:
+    def __init__(self, program_of: Callable[[StepBatch], ReplayedProgram | Refused | None]) -> None:
         self._program_of = program_of
         self._optimizers = 0
         self._recomputing: list[tuple[int, int | None, dict[int, int]]] = []
@@ -293,7 +293,7 @@ class StepBatch(lazy.Lazy):
         return found
 
     def _launch(self) -> list[tuple[Waiting, Form, Any]]:
-        program: Program | Refused | None = None
+        program: ReplayedProgram | Refused | None = None
         try:
             with self._outside_of_traces():
                 program = self._program_of(self)
@@ -313,7 +313,7 @@ class StepBatch(lazy.Lazy):
             if refused is not None:
                 refused.is_whole = True
             raise
-        assert isinstance(program, Program)  # a `Refused` has raised
+        assert isinstance(program, ReplayedProgram)  # a `Refused` has raised
         place_of = program.place_of
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]
