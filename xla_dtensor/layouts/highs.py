@@ -13,7 +13,7 @@ SECONDS = 20.0
 
 
 @dataclass
-class Program:
+class IntegerProgram:
     """An integer program in the making: costs of variables from 0 to 1, and bounds of sums of them,
     a row for each."""
 

@@ -28,7 +28,7 @@ import numpy as np
 from xla_dtensor.layouts.eliminate import Sum
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.highs import Program
+from xla_dtensor.layouts.highs import IntegerProgram
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
@@ -305,7 +305,7 @@ class AxisChoice:
 
     def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
         """Choose for what wasn't eliminated."""
-        program = Program()
+        program = IntegerProgram()
         variables: dict[Group, list[int]] = {}
         for group in self._states:
             if group in self._sum.own:
@@ -330,7 +330,7 @@ class AxisChoice:
 
     def _put(
         self,
-        program: Program,
+        program: IntegerProgram,
         ways: _Ways,
         variables: Mapping[Group, list[int]],
         moves: dict[Any, int],
@@ -371,7 +371,7 @@ class AxisChoice:
 
     def _bound(
         self,
-        program: Program,
+        program: IntegerProgram,
         variables: Mapping[Group, list[int]],
         allowed: float,
         groups: Mapping[Group, float],
