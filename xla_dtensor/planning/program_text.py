@@ -94,7 +94,7 @@ def arrays(type_text: str) -> list[Shaped]:
     ]
 
 
-class Program:
+class HloText:
     """The text of a compiled program.
 
     Args:

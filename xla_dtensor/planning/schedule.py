@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from xla_dtensor.planning.collectives import Collective
 from xla_dtensor.planning.links import Links
-from xla_dtensor.planning.program_text import Instruction, Program, Shaped
+from xla_dtensor.planning.program_text import HloText, Instruction, Shaped
 from xla_dtensor.runtime.chips import Chip
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -82,7 +82,7 @@ class Schedule:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-def schedule(program: Program, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
+def schedule(program: HloText, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
     """The schedule of a program.
 
     Args:
@@ -98,7 +98,7 @@ def schedule(program: Program, found: Sequence[Collective], over: Links, chip: C
 
 class _Walk:
     def __init__(
-        self, program: Program, found: Mapping[str, Collective], over: Links, chip: Chip
+        self, program: HloText, found: Mapping[str, Collective], over: Links, chip: Chip
     ) -> None:
         self.program, self._found, self._over, self._chip = program, found, over, chip
         self.made = Schedule()
