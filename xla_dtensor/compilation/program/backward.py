@@ -18,7 +18,7 @@ from xla_dtensor.compilation.program.executable import sharding_of
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
-from xla_dtensor.compilation.recorded.node import Kept, MemoryRead, OnHost, cotangent
+from xla_dtensor.compilation.recorded.node import MemoryRead, OnHost, SavedForBackward, cotangent
 from xla_dtensor.compilation.recorded.split import Split
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
@@ -103,9 +103,9 @@ class BackwardPass:
             for source in self._constants
         ]
 
-    def kept(self, run: Run, residuals: list[Any]) -> Kept:
+    def kept(self, run: Run, residuals: list[Any]) -> SavedForBackward:
         """What the backward pass of a call needs: the residuals, with the constants behind them."""
-        return Kept(residuals, [*self._fixed_reads, *self._reads(run)])
+        return SavedForBackward(residuals, [*self._fixed_reads, *self._reads(run)])
 
     def _reads(self, run: Run) -> Iterator[MemoryRead]:
         for what, through, by in self._found_reads:
@@ -117,7 +117,7 @@ class BackwardPass:
                 storage = what.storage(run.arguments)
             yield MemoryRead(storage, through, None if by is None else by.of(run.arguments))
 
-    def run(self, program: Any, kept: Kept, grads: list[Any]) -> list[Any]:
+    def run(self, program: Any, kept: SavedForBackward, grads: list[Any]) -> list[Any]:
         """The gradients of the inputs from those of the results.
 
         Args:

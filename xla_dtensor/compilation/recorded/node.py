@@ -82,7 +82,7 @@ class MemoryRead:
         self.storage, self.outputs, self.tensor = storage, outputs, tensor
 
 
-class Kept:
+class SavedForBackward:
     """What the backward pass of one call needs.
 
     Attributes:
@@ -127,10 +127,10 @@ class NodeCall:
     def __init__(
         self,
         run: Callable[[NodeCall], list[Any]],
-        backward: Callable[[Kept, list[Any]], list[Any]],
+        backward: Callable[[SavedForBackward, list[Any]], list[Any]],
     ) -> None:
         self._run, self.backward = run, backward
-        self.kept: Kept | None = None
+        self.kept: SavedForBackward | None = None
 
     def run(self) -> list[Any]:
         return self._run(self)
