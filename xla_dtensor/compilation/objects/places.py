@@ -217,7 +217,7 @@ def class_of_content(value: Any) -> Any:
     return next((cls for cls in own.__mro__ if cls in _CONTAINERS), own)
 
 
-class Whole(Place):
+class Contents(Place):
     """All that one of Python's containers holds.
 
     Attributes:
@@ -241,7 +241,7 @@ class Whole(Place):
         return _together(operator.itemgetter, compared, self.owner)
 
 
-class Elements(Whole):
+class Elements(Contents):
     """All elements of a list, tuple, deque or set."""
 
     __slots__ = ()
@@ -280,7 +280,7 @@ class Elements(Whole):
         return self.owner if self.carried else None
 
 
-class Items(Whole):
+class Items(Contents):
     """All items of a dict."""
 
     __slots__ = ("with_keys",)
