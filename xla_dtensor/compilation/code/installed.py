@@ -42,7 +42,7 @@ class _Profile(cProfile.Profile):
     """Told apart from profilers of the user's."""
 
 
-class Recorder:
+class CodeRecorder:
     """Knows the code of installed packages that traces have run, and notes it during one.
 
     Where a profiler is at work that can't be shared (before Python 3.12), all code of packages

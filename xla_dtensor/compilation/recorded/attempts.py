@@ -10,7 +10,7 @@ from typing import Any
 from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
-from xla_dtensor.compilation.code.installed import Recorder, functions_of
+from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
@@ -80,7 +80,7 @@ def _trace(
     fixed = False
     unmet: list[FunctionType] = []
     while True:
-        recorder = Recorder()
+        recorder = CodeRecorder()
         attempt = Attempt()
         try:
             try:

@@ -19,7 +19,7 @@ from xla_dtensor.compilation.call.asked_ids import AskedIds
 from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
-from xla_dtensor.compilation.code.installed import Recorder, users_code
+from xla_dtensor.compilation.code.installed import CodeRecorder, users_code
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.threads import none_started
 from xla_dtensor.compilation.objects.carried import each_once
@@ -79,7 +79,7 @@ class Traced:
         dynamic: frozenset[int],
         carried: frozenset[str],
         positions: Positions | None,
-        recorder: Recorder,
+        recorder: CodeRecorder,
         fixed: bool,
         unmet: Sequence[FunctionType],
     ) -> None:
