@@ -100,7 +100,7 @@ class _Ways:
     ends: list[_End]
 
 
-class Axis(Protocol):
+class AxisCosts(Protocol):
     """An axis, with all others as they are.
 
     Attributes:
@@ -150,7 +150,7 @@ class AxisChoice:
         found: whether there is a solution.
     """
 
-    def __init__(self, graph: Graph, axis: Axis, points: Sequence[Point] = ()) -> None:
+    def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
         self._graph, self._axis = graph, axis
         self._states: dict[Group, list[State]] = {}
         self._sum: Sum[Group] = Sum()
