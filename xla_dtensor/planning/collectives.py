@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """A collective instruction.
 
     Attributes:
@@ -81,7 +81,7 @@ class Collective:
 
 def collectives(
     text: str | HloText, shape: Sequence[int] = (), names: Sequence[str] = ()
-) -> list[Collective]:
+) -> list[HloCollective]:
     """The collectives that a program runs.
 
     Args:
@@ -90,7 +90,7 @@ def collectives(
         names: of its dims.
     """
     program = text if isinstance(text, HloText) else HloText(text)
-    found: list[Collective] = []
+    found: list[HloCollective] = []
     chains: set[tuple[str, str]] = set()
     scattering = _scattering(program)
     for instruction, times in program.instructions():
@@ -116,7 +116,7 @@ def collectives(
             size = int(np.prod([shape[list(names).index(d)] for d in dims]))
         parts = tuple(_parts(fused or instruction, results, program))
         members = tuple(map(tuple, groups))
-        found.append(Collective(kind, times, parts, dims, size, members, instruction.name))
+        found.append(HloCollective(kind, times, parts, dims, size, members, instruction.name))
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_dtensor.planning.collectives import Collective
+from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.inputs import Input
 from xla_dtensor.planning.links import Links
 
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows(
-    found: Sequence[Collective],
+    found: Sequence[HloCollective],
     inputs: Sequence[Input],
     over: Links | None,
     exposed: Mapping[str, float],

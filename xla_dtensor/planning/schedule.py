@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xla_dtensor.planning.collectives import Collective
+from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.links import Links
 from xla_dtensor.planning.program_text import HloText, Instruction, Shaped
 from xla_dtensor.runtime.chips import Chip
@@ -82,7 +82,7 @@ class Schedule:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-def schedule(program: HloText, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
+def schedule(program: HloText, found: Sequence[HloCollective], over: Links, chip: Chip) -> Schedule:
     """The schedule of a program.
 
     Args:
@@ -98,7 +98,7 @@ def schedule(program: HloText, found: Sequence[Collective], over: Links, chip: C
 
 class _Walk:
     def __init__(
-        self, program: HloText, found: Mapping[str, Collective], over: Links, chip: Chip
+        self, program: HloText, found: Mapping[str, HloCollective], over: Links, chip: Chip
     ) -> None:
         self.program, self._found, self._over, self._chip = program, found, over, chip
         self.made = Schedule()
@@ -118,7 +118,7 @@ class _Walk:
 
     def _timed(self, computation: str) -> float:
         now = links_free = computing_since = 0.0
-        started: dict[str, tuple[Collective, float, float]] = {}
+        started: dict[str, tuple[HloCollective, float, float]] = {}
         events: list[Event] = []
         times = self.program.runs.get(computation, 1)
 
@@ -155,7 +155,7 @@ class _Walk:
             self.made.stretches.append(Stretch(computation, times, now, tuple(events)))
         return now
 
-    def _collective(self, instruction: Instruction) -> tuple[Collective | None, str, bool]:
+    def _collective(self, instruction: Instruction) -> tuple[HloCollective | None, str, bool]:
         """The collective that an instruction starts; by which name it is known; and whether it is
         ended here."""
         one = self._found.get(instruction.name)
