@@ -62,7 +62,7 @@ Codes = tuple[int, ...]
 Bases = tuple[tuple[int, Codes] | None, ...]
 
 
-class Waiting(NamedTuple):
+class WaitingStorage(NamedTuple):
     """A storage whose array a batch will compute, the value that it waits for, and its form."""
 
     storage: Storage
@@ -319,16 +319,16 @@ class Batch(Running):
             if not self._all_or_nothing:
                 self._replaced.clear()
 
-    def _waiting(self) -> list[Waiting]:
+    def _waiting(self) -> list[WaitingStorage]:
         waiting = []
         for value in self._pending:
             storage = value.storage()
             if storage is not None and storage.value is value:
                 # Per-device results live on all devices of the program.
-                waiting.append(Waiting(storage, value, storage.form.placed(self._frame)))
+                waiting.append(WaitingStorage(storage, value, storage.form.placed(self._frame)))
         return waiting
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
         """Compute the values that storages wait for: with their forms and arrays."""
         waiting = self._waiting()
         if not waiting:
@@ -339,13 +339,15 @@ class Batch(Running):
             executable = executables.put(key, fused(self._entries, outputs))
         return self._run(executable, waiting)
 
-    def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
+    def _run(
+        self, executable: Any, waiting: list[WaitingStorage]
+    ) -> list[tuple[WaitingStorage, Form, Any]]:
         with jax.enable_x64(True):
             # enable_x64 is thread-local, and without it JAX silently makes int64 inputs int32.
             arrays = executable(self._arrays, self._numbers.packed())
         return [(one, one.form, array) for one, array in zip(waiting, arrays, strict=True)]
 
-    def _key(self, waiting: list[Waiting]) -> Any:
+    def _key(self, waiting: list[WaitingStorage]) -> Any:
         outputs = tuple((one.pending.index, one.form) for one in waiting)
         return (tuple(self._entries), outputs), outputs
 

@@ -37,7 +37,7 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import here
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution import value_checks
-from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
+from xla_dtensor.execution.batch import Bases, Batch, Codes, WaitingStorage, executables
 from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,
@@ -166,7 +166,7 @@ class Lazy(Batch):
             failure.error.add_note(f"in {failure.entry.operation.name}{line()}")
             raise failure.error
 
-    def _put_back_one(self, waiting: Waiting, failure: Failure) -> None:
+    def _put_back_one(self, waiting: WaitingStorage, failure: Failure) -> None:
         """Give a storage whose last write has failed the value of the write before it."""
         storage = waiting.storage
         if storage.value is not waiting.pending:
@@ -186,7 +186,7 @@ class Lazy(Batch):
         else:
             waiting.pending.fail(failure.error)
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
         waiting = self._waiting()
         if not waiting:
             return []
@@ -213,7 +213,7 @@ class Lazy(Batch):
             # One by one it shows which operation fails; what doesn't need its results has a value.
             return self._one_by_one(waiting)
 
-    def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
+    def _one_by_one(self, waiting: list[WaitingStorage]) -> list[tuple[WaitingStorage, Form, Any]]:
         states = list(map(rng.keyed, self._states))
         with self._outside_of_traces(), jax.enable_x64(True):
             values = one_by_one(self._entries, self._arrays, self._numbers, states)

@@ -14,7 +14,7 @@ import jax
 from xla_dtensor.compilation.call.inputs import LostArrays, check_alive, refuse_deleted
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.execution import lazy
-from xla_dtensor.execution.batch import Batch, Waiting
+from xla_dtensor.execution.batch import Batch, WaitingStorage
 from xla_dtensor.execution.batch_program import (
     ARRAY,
     BARRIER,
@@ -292,7 +292,7 @@ class StepBatch(lazy.Lazy):
                 found.append((index, (new.index, form)))
         return found
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
         program: ReplayedProgram | Refused | None = None
         try:
             with self._outside_of_traces():
