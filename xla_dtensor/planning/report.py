@@ -13,7 +13,7 @@ from xla_dtensor.planning.inputs import Input
 from xla_dtensor.planning.memory import Memory
 from xla_dtensor.planning.picture import picture
 from xla_dtensor.planning.rows import Row
-from xla_dtensor.planning.schedule import Event, Stretch
+from xla_dtensor.planning.schedule import Stretch, TimelineEvent
 from xla_dtensor.planning.text import as_text
 
 # Of the inputs of a step a replicated one is worth a line from this part of them on.
@@ -200,7 +200,7 @@ class Report:
 
 
 def _stretch(values: dict[str, Any]) -> Stretch:
-    events = tuple(_of(Event, one) for one in values["events"])
+    events = tuple(_of(TimelineEvent, one) for one in values["events"])
     return Stretch(**{**values, "events": events})
 
 

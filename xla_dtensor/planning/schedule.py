@@ -33,7 +33,7 @@ _FREE = frozenset(
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """Something that a device does in one run of a computation.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stretch:
     name: str
     times: int
     seconds: float
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Walk:
     def _timed(self, computation: str) -> float:
         now = links_free = computing_since = 0.0
         started: dict[str, tuple[HloCollective, float, float]] = {}
-        events: list[Event] = []
+        events: list[TimelineEvent] = []
         times = self.program.runs.get(computation, 1)
 
         def wait(name: str) -> None:
@@ -128,8 +128,8 @@ class _Walk:
             waited = max(0.0, end - now)
             if now > computing_since:
                 seconds = now - computing_since
-                events.append(Event("compute", (), computing_since, seconds))
-            events.append(Event(one.kind, one.dims, begin, end - begin, waited))
+                events.append(TimelineEvent("compute", (), computing_since, seconds))
+            events.append(TimelineEvent(one.kind, one.dims, begin, end - begin, waited))
             exposed = self.made.exposed
             exposed[one.name] = exposed.get(one.name, 0.0) + waited * times
             now = max(now, end)
@@ -150,7 +150,7 @@ class _Walk:
         for name in list(started):
             wait(name)
         if now > computing_since:
-            events.append(Event("compute", (), computing_since, now - computing_since))
+            events.append(TimelineEvent("compute", (), computing_since, now - computing_since))
         if len(events) > 1:
             self.made.stretches.append(Stretch(computation, times, now, tuple(events)))
         return now
