@@ -17,7 +17,7 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-class Kind(Protocol):
+class ValueKind(Protocol):
     """Which values a switch has."""
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class Switch:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     default: Any
     does: str
     read: str
