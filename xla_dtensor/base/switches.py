@@ -101,7 +101,7 @@ class Positive:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameList:
     """Some of these names, with commas between them."""
 
     known: tuple[str, ...]
@@ -216,7 +216,7 @@ _SWITCHES = (
     ),
     Switch(
         "logs",
-        Names(("layouts",)),
+        NameList(("layouts",)),
         "",
         "What is logged as it happens: `layouts` is a line for each operation.",
         "in each operation",
