@@ -122,7 +122,7 @@ class NameList:
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderPath:
     """A path, or one of two words."""
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ _SWITCHES = (
     ),
     Switch(
         "cache",
-        Folder(),
+        FolderPath(),
         "user",
         "Where compiled programs are kept between runs: in the user's cache folder, in another "
         "folder, or nowhere (`off`). JAX's own setting goes before it.",
