@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_dtensor.planning.inputs import Input
+from xla_dtensor.planning.inputs import NamedInput
 from xla_dtensor.planning.memory import Memory
 from xla_dtensor.planning.picture import picture
 from xla_dtensor.planning.rows import Row
@@ -68,9 +68,9 @@ class Report:
     hops: dict[str, float]
     was_read: bool
     memory: Memory
-    inputs: tuple[Input, ...]
+    inputs: tuple[NamedInput, ...]
     collectives: tuple[Row, ...]
-    replicated: tuple[Input, ...]
+    replicated: tuple[NamedInput, ...]
     flops: int
     flops_per_device: float
     seconds: dict[str, float]
@@ -90,7 +90,7 @@ class Report:
     def made(
         cls,
         *,
-        inputs: Sequence[Input],
+        inputs: Sequence[NamedInput],
         collectives: Sequence[Row],
         seconds: dict[str, float],
         flops_by_kind: dict[str, int],
@@ -166,8 +166,8 @@ class Report:
             lists = {name: found.pop(name) for name in ("inputs", "replicated", "collectives")}
             return cls(
                 memory=Memory(**memory),
-                inputs=tuple(_of(Input, one) for one in lists["inputs"]),
-                replicated=tuple(_of(Input, one) for one in lists["replicated"]),
+                inputs=tuple(_of(NamedInput, one) for one in lists["inputs"]),
+                replicated=tuple(_of(NamedInput, one) for one in lists["replicated"]),
                 collectives=tuple(_of(Row, one) for one in lists["collectives"]),
                 notes=tuple(found.pop("notes")),
                 stretches=tuple(map(_stretch, found.pop("stretches", ()))),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.planning.collectives import HloCollective
-from xla_dtensor.planning.inputs import Input
+from xla_dtensor.planning.inputs import NamedInput
 from xla_dtensor.planning.links import Links
 
 _MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
@@ -48,7 +48,7 @@ class Row:
 
 def rows(
     found: Sequence[HloCollective],
-    inputs: Sequence[Input],
+    inputs: Sequence[NamedInput],
     over: Links | None,
     exposed: Mapping[str, float],
 ) -> list[Row]:
