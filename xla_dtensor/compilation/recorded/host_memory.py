@@ -6,7 +6,7 @@ import bisect
 
 import torch
 
-from xla_dtensor.compilation.recorded.host_program import Input, Value
+from xla_dtensor.compilation.recorded.host_program import HostInput, Value
 from xla_dtensor.compilation.trace.host_reads import is_on_host
 
 
@@ -15,10 +15,10 @@ class Memories:
 
     def __init__(self) -> None:
         # By the memory's address: (storage, source of a tensor in it, that tensor's address).
-        self._known: dict[int, tuple[torch.UntypedStorage, Input | Value, int]] = {}
+        self._known: dict[int, tuple[torch.UntypedStorage, HostInput | Value, int]] = {}
         self._starts: list[int] = []
 
-    def shows(self, tensor: torch.Tensor, source: Input | Value) -> None:
+    def shows(self, tensor: torch.Tensor, source: HostInput | Value) -> None:
         """``source`` gives the memory of ``tensor``."""
         if not has_memory(tensor):
             return
@@ -30,7 +30,7 @@ class Memories:
             return
         self._known[start] = storage, source, tensor.data_ptr()
 
-    def source_of(self, start: int) -> tuple[Input | Value, int] | None:
+    def source_of(self, start: int) -> tuple[HostInput | Value, int] | None:
         """What gives the memory at an address, and where a tensor of that begins."""
         i = bisect.bisect_right(self._starts, start) - 1
         if i < 0:

@@ -34,8 +34,8 @@ from xla_dtensor.compilation.code.identities import memory_on_host
 from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
 from xla_dtensor.compilation.recorded.host_program import (
     Gradient,
+    HostInput,
     HostProgram,
-    Input,
     Reader,
     Value,
     as_plain,
@@ -87,7 +87,7 @@ class HostOperations(TorchDispatchMode):
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
         self._originals = originals.tensors
         # Inputs by the id of their tensor; `_tensors` has the tensors by the id of their input.
-        self._inputs: dict[int, Input] = {}
+        self._inputs: dict[int, HostInput] = {}
         self._unread: set[int] = set()
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
@@ -110,7 +110,7 @@ class HostOperations(TorchDispatchMode):
         # all that it gave.
         self._of_unknown_size: dict[int, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
         # Memory of tensors from outside that operations have used.
-        self._outside: dict[int, Input] = {}
+        self._outside: dict[int, HostInput] = {}
         # The leaves from outside, with their gradients when the step begins.
         self._leaves = [
             (tensor, outside.grad)
@@ -293,7 +293,7 @@ class HostOperations(TorchDispatchMode):
             self.program.add(_ATEN.copy_.default, args, {}, False)
             self.uncounted += 1
 
-    def writes(self) -> list[tuple[Input, Reader]]:
+    def writes(self) -> list[tuple[HostInput, Reader]]:
         """The tensors from outside that the step has written, and what gives their values."""
         with unseen():
             self.take_writes()
@@ -302,10 +302,10 @@ class HostOperations(TorchDispatchMode):
                 found.append((self._input(tensor), self.reader(self.use(tensor))))
             return found
 
-    def gradients(self) -> list[tuple[Input, Reader | None]]:
+    def gradients(self) -> list[tuple[HostInput, Reader | None]]:
         """The leaves from outside that the step leaves with other gradients than they had, and what
         gives those."""
-        found: list[tuple[Input, Reader | None]] = []
+        found: list[tuple[HostInput, Reader | None]] = []
         for leaf, before in self._leaves:
             grad = grad_of(leaf)
             if grad is before:
@@ -353,16 +353,16 @@ class HostOperations(TorchDispatchMode):
             return None
         source, first = found
         args = source, tensor.dtype, tensor.data_ptr() - first, tensor.shape, tensor.stride()
-        if isinstance(source, Input):
+        if isinstance(source, HostInput):
             self._outside.setdefault(memory_on_host(tensor), source)
         value = Value(self.program.add(shown_in, args, {}, self._depends_on(source)), 0)
         self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
         return value
 
-    def _depends_on(self, source: Input | Value) -> bool:
-        return isinstance(source, Input) or self.program.depends
+    def _depends_on(self, source: HostInput | Value) -> bool:
+        return isinstance(source, HostInput) or self.program.depends
 
-    def _input(self, tensor: torch.Tensor) -> Input:
+    def _input(self, tensor: torch.Tensor) -> HostInput:
         memory = memory_on_host(tensor)
         written = self._overwritten.get(memory)
         if written is not None and written[0] is not tensor:
@@ -378,7 +378,7 @@ class HostOperations(TorchDispatchMode):
                 found = Gradient(self._input(leaf))
                 self.asked(leaf, "the .grad", _form_of_grad, tensor)
             else:
-                found = Input(tensor if index is None else None, index)
+                found = HostInput(tensor if index is None else None, index)
             self._inputs[id(tensor)] = found
             self._tensors[id(found)] = tensor
             if index is None and leaf is None and tensor.dtype.is_floating_point:
@@ -386,7 +386,7 @@ class HostOperations(TorchDispatchMode):
         self._unread.discard(id(found))
         return found
 
-    def _of_input(self, source: Input) -> torch.Tensor:
+    def _of_input(self, source: HostInput) -> torch.Tensor:
         return self._tensors[id(source)]
 
     def made(self, tensor: torch.Tensor) -> bool:
@@ -416,12 +416,12 @@ class HostOperations(TorchDispatchMode):
     def use(self, tensor: torch.Tensor) -> Any:
         """A CPU tensor's value of this moment is used: where it comes from in later calls.
 
-        An `Input`, a `Value` of the host's program, or None for a constant.
+        An `HostInput`, a `Value` of the host's program, or None for a constant.
         """
         with unseen():
             self.take_writes()
             self.size_matters(tensor)
-            made: Input | Value | None = self._made_here(tensor)
+            made: HostInput | Value | None = self._made_here(tensor)
             if made is None:
                 made = self._input(tensor)
                 if not made.written:
@@ -431,7 +431,7 @@ class HostOperations(TorchDispatchMode):
             # A copy, as the step may write to the tensor later on.
             return Value(self.program.add(_ATEN.clone.default, (made,), {}, True), 0)
 
-    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, Input | None]:
+    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, HostInput | None]:
         """A CPU tensor that the step has made and gives away at its end: what gives its value
         (None: it is a constant), and the tensor from outside whose memory it shows, if it does."""
         with unseen():
@@ -473,7 +473,7 @@ class HostOperations(TorchDispatchMode):
         source = self.use(tensor)
         if source is None:
             return value
-        if isinstance(source, Input) and isinstance(value, float) and not self._asks_types:
+        if isinstance(source, HostInput) and isinstance(value, float) and not self._asks_types:
             return self._trace.numbers.as_input(
                 lambda arguments: source.read(arguments).item(),
                 value,
@@ -525,9 +525,9 @@ class HostOperations(TorchDispatchMode):
             if known is not None and grad_of(leaf) is known[1].grad:
                 self.asked(leaf, "the .grad", _form_of_grad, known[1].grad)
 
-    def reader(self, source: Input | Value) -> Reader:
+    def reader(self, source: HostInput | Value) -> Reader:
         """What gives the value of a source (`use`)."""
-        if isinstance(source, Input):
+        if isinstance(source, HostInput):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index
         return lambda arguments, results: results[operation][index]

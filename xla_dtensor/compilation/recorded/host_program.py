@@ -28,7 +28,7 @@ class HostChanged(Exception):
     """The operations on CPU tensors can't go as they went when the step was traced."""
 
 
-class Input:
+class HostInput:
     """A tensor from outside of the step: an argument, or one that it found.
 
     Attributes:
@@ -48,12 +48,12 @@ class Input:
         return self.tensor
 
 
-class Gradient(Input):
+class Gradient(HostInput):
     """The ``.grad`` of a leaf from outside, which is another tensor after each backward pass."""
 
     __slots__ = ("leaf",)
 
-    def __init__(self, leaf: Input) -> None:
+    def __init__(self, leaf: HostInput) -> None:
         super().__init__(None, None)
         self.leaf = leaf
 
@@ -139,7 +139,7 @@ class HostProgram:
         def value(x: Any) -> Any:
             if isinstance(x, Value):
                 return results[x.operation][x.index]
-            if isinstance(x, Input):
+            if isinstance(x, HostInput):
                 found = copies.get(id(x)) if x.written else x.read(arguments)
                 if found is None:
                     found = copies[id(x)] = copy_of(x.read(arguments))
