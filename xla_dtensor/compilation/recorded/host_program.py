@@ -73,7 +73,7 @@ class Value:
         self.operation, self.index = operation, index
 
 
-class Operation:
+class HostOperation:
     """One operation.
 
     Attributes:
@@ -113,12 +113,12 @@ class HostProgram:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[HostOperation] = []
         self.depends = False
 
     def add(self, func: Any, args: Any, kwargs: Any, depends: bool) -> int:
         """Write an operation down; its number."""
-        self.operations.append(Operation(func, args, kwargs, depends))
+        self.operations.append(HostOperation(func, args, kwargs, depends))
         self.depends |= depends
         return len(self.operations) - 1
 
