@@ -26,7 +26,7 @@ NUMBERS: dict[type, int] = {int: 2, float: 3, complex: 4}  # Python numbers: inp
 KINDS = 5
 
 
-class Operation(Protocol):
+class BatchOperation(Protocol):
     """What a batch writes down: a `Plan`, or one of the classes below.
 
     Attributes:
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
         bases: of each write through a view the storage's array, and the positions of the view.
     """
 
-    operation: Operation
+    operation: BatchOperation
     leaves: tuple[int, ...]
     bases: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
     state: tuple[int, int | None] | None = None

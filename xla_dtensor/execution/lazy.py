@@ -42,10 +42,10 @@ from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,
     VALUE,
+    BatchOperation,
     Conversion,
     Entry,
     Failure,
-    Operation,
     fused,
     one_by_one,
 )
@@ -275,11 +275,11 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._operations: list[Operation] = []
-        self._where: dict[Operation, list[int]] = {}
-        self.following: list[Operation] | None = None
+        self._operations: list[BatchOperation] = []
+        self._where: dict[BatchOperation, list[int]] = {}
+        self.following: list[BatchOperation] | None = None
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: BatchOperation) -> None:
         """The next operation."""
         self._where.setdefault(operation, []).append(len(self._operations))
         self._operations.append(operation)

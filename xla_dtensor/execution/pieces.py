@@ -38,10 +38,10 @@ from xla_dtensor.execution.batch_program import (
     KINDS,
     NUMBERS,
     VALUE,
+    BatchOperation,
     Entry,
     Failure,
     Numbers,
-    Operation,
     Outputs,
     ViewRead,
     fused,
@@ -336,7 +336,7 @@ def _cut(
     return pieces
 
 
-def _may_have_effects(operation: Operation) -> bool:
+def _may_have_effects(operation: BatchOperation) -> bool:
     """Whether it may be something besides its values: code of the user's."""
     run = getattr(operation, "run", None)
     return run is not None and not run.is_ours
@@ -376,7 +376,7 @@ def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool
         yield all(own) and entry.state is None and all(map(operand_is, _operands(entry)))
 
 
-def _forms(operation: Operation) -> list[Form]:
+def _forms(operation: BatchOperation) -> list[Form]:
     """The forms of its values."""
     forms = [*filter(None, operation.result_forms), *operation.base_forms]
     assert len(forms) == operation.results, operation.name
