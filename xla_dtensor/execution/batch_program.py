@@ -219,7 +219,7 @@ class _Unpacked:
         return known
 
 
-class Inputs:
+class BatchInputs:
     """Looks up the arrays and numbers that operands (integer codes) refer to.
 
     Args:
@@ -256,7 +256,7 @@ def computation(
     def batch(arrays: Sequence[Any], numbers: list[Any]) -> list[Any]:
         values: list[Any] = []
         unpacked = dict(zip(NUMBERS.values(), map(_Unpacked, numbers), strict=True))
-        inputs = Inputs(arrays, values, unpacked)
+        inputs = BatchInputs(arrays, values, unpacked)
         for entry in entries:
             state = None if entry.state is None else (inputs.of(entry.state[0]), entry.state[1])
             # Within the program values are logical; padding comes with the outputs.
@@ -301,7 +301,7 @@ def one_by_one(
         failed, or one that needed its results, would have given.
     """
     values: list[Any] = []
-    inputs = Inputs(arrays, values, numbers.by_kind)
+    inputs = BatchInputs(arrays, values, numbers.by_kind)
     remaining = iter(states)
     for entry in entries:
         state = None if entry.state is None else next(remaining)
