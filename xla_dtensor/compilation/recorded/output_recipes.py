@@ -33,7 +33,7 @@ from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.subclasses import is_shown, shown_class
 
 
-class Outputs(Protocol):
+class SupportsEmit(Protocol):
     """What this needs of a trace (`Traced`)."""
 
     trace: StepTrace
@@ -55,7 +55,7 @@ class OutputRecipes:
     """
 
     def __init__(
-        self, traced: Outputs, arguments: Arguments, watch: Watch, history: History
+        self, traced: SupportsEmit, arguments: Arguments, watch: Watch, history: History
     ) -> None:
         self._traced, self._trace = traced, traced.trace
         self._arguments, self._watch, self._history = arguments, watch, history
