@@ -307,7 +307,7 @@ def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:
     ]
 
 
-class Settings(Place):
+class SettingsPlace(Place):
     """The settings that a step may leave at other values than it found.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from xla_dtensor.compilation.objects.carried import parts_of
 from xla_dtensor.compilation.objects.kinds import places_of
 from xla_dtensor.compilation.objects.places import Items
-from xla_dtensor.compilation.objects.settings import Settings, guards_of
+from xla_dtensor.compilation.objects.settings import SettingsPlace, guards_of
 from xla_dtensor.compilation.watch import functions, python_objects, torch_objects
 from xla_dtensor.compilation.watch.attributes import (
     library_class,
@@ -73,7 +73,7 @@ def _settings(walk: Walk) -> None:
     names = walk.names.attributes.union(walk.names.readers, *called)
     for text, read in guards_of(names):
         walk.reached.probe(text, read)
-    walk.place(Settings(names | walk.names.assigned))  # switches are attributes of `xd.config`
+    walk.place(SettingsPlace(names | walk.names.assigned))  # switches are attributes of `xd.config`
     library_class(walk, torch.Tensor)
 
 
