@@ -19,7 +19,7 @@ from xla_dtensor.compilation.program.input_layouts import Pinning, compile_someh
 from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.node import MemoryRead, OnHost, SavedForBackward, cotangent
-from xla_dtensor.compilation.recorded.split import Split
+from xla_dtensor.compilation.recorded.split import SplitJaxpr
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.tensors.of_form import new_tensor
@@ -52,7 +52,7 @@ class BackwardPass:
         late = set(gradients)
         order = outputs_in_order(inputs.donated.sources, len(forms))
         self.order = [i for i in order if i not in late]
-        split = Split(traced.jaxpr, cotangents, gradients, self.order)
+        split = SplitJaxpr(traced.jaxpr, cotangents, gradients, self.order)
         self.jaxpr, self.residuals = split.forward, split.residuals
         self.donates = len(history.errors) == len(history.outputs)
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
@@ -70,7 +70,7 @@ class BackwardPass:
         )
         self._compiled: Any = None
 
-    def _plan_reads(self, split: Split) -> None:
+    def _plan_reads(self, split: SplitJaxpr) -> None:
         """Whose memory mustn't be written to before the backward pass, and for which results."""
         traced = self._traced
         found = [(*traced.inputs.reads[mark], through) for mark, through in split.reads.items()]

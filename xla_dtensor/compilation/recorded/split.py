@@ -15,7 +15,7 @@ def reordered(jaxpr: Any, outputs: list[int]) -> Any:
     return jaxpr.replace(outvars=[jaxpr.outvars[i] for i in outputs], debug_info=debug)
 
 
-class Split:
+class SplitJaxpr:
     """A jaxpr in two parts.
 
     Attributes:
