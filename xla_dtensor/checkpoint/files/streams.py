@@ -10,7 +10,7 @@ from typing import Any
 _BEHIND = 32 * 2**20
 
 
-class Stream(io.RawIOBase):
+class FileStream(io.RawIOBase):
     """A file that is written once, counted, and on its way to the disk while it is.
 
     Linux would begin to write it to the disk when there is much to write, or a sync asks for it,
