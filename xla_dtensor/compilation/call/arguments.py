@@ -29,7 +29,7 @@ from xla_dtensor.compilation.objects.kinds import (
     mapped,
     places_of,
 )
-from xla_dtensor.compilation.objects.kinds_of_code import Stream, without_cells
+from xla_dtensor.compilation.objects.kinds_of_code import IteratorArgument, without_cells
 from xla_dtensor.compilation.objects.places import UNREAD, Attributes, Place
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.external_tensors import hooks_of
@@ -297,7 +297,7 @@ class Arguments:
             for name in place.content().keys() - (reads or frozenset()):
                 plant(place, name, UNREAD)
         self.end_trace()
-        has_streams = any(type(value) is Stream for value in self.containers)
+        has_streams = any(type(value) is IteratorArgument for value in self.containers)
         if not numbers and not self._cut and not has_streams:
             return self.args, self.kwargs
         positions = itertools.count()
@@ -376,7 +376,7 @@ class Arguments:
         """Whether the step has changed what isn't changed in each call: an array, or an object that
         was made for the trace."""
         for value in self.containers:
-            if type(value) is Stream:
+            if type(value) is IteratorArgument:
                 value.check()
         return any(content_of(value) != content for value, content in self.arrays) or any(
             ids_of_parts(new) != parts for new, parts in self._rebuilt

@@ -9,7 +9,7 @@ import torch
 
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.run import Run
-from xla_dtensor.compilation.objects.kinds_of_code import Stream
+from xla_dtensor.compilation.objects.kinds_of_code import IteratorArgument
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
@@ -192,7 +192,7 @@ class ArgumentContainer(Recipe):
 
     def make(self, run: Run) -> Any:
         found = run.arguments.containers[self.index]
-        return found.iterator if type(found) is Stream else found
+        return found.iterator if type(found) is IteratorArgument else found
 
 
 class LeafGradient(Recipe):

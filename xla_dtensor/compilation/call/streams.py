@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, NeedsMore, Stream
+from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, IteratorArgument, NeedsMore
 
 _TYPES = frozenset((types.GeneratorType, *ITERATORS))
 
@@ -37,12 +37,12 @@ def call_with_streams(
         made: makes `Arguments`, by what is known of the step.
         taken: how many elements the last call has needed, and whether all, by the key of the rest.
     """
-    streams: dict[int, Stream] = {}
+    streams: dict[int, IteratorArgument] = {}
 
     def stream(value: Any) -> Any:
         if type(value) not in _TYPES:
             return value
-        return streams.setdefault(id(value), Stream(value))
+        return streams.setdefault(id(value), IteratorArgument(value))
 
     args = tuple(map(stream, args))
     kwargs = {name: stream(value) for name, value in kwargs.items()}

@@ -34,7 +34,7 @@ from xla_dtensor.compilation.objects.kinds_of_code import (
     STREAM,
     VIEW,
     VIEWS,
-    Stream,
+    IteratorArgument,
     is_its_code,
 )
 from xla_dtensor.compilation.objects.places import (
@@ -267,7 +267,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
         ((tuple, frozenset), SEQUENCE),
         ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
         (types.CellType, CELL),
-        (Stream, STREAM),
+        (IteratorArgument, STREAM),
         (types.MethodType, METHOD),
         (functools.partial, PARTIAL),
         (tuple(VIEWS), VIEW),
@@ -322,7 +322,7 @@ def places_of(value: Any, path: str) -> list[Place]:
     if dict_of(value) is not None and not isinstance(value, types.FunctionType):
         found.append(Attributes(value, path))
     names = all_slots_of(type(value))  # type: ignore[arg-type]
-    if names and not isinstance(value, Stream):
+    if names and not isinstance(value, IteratorArgument):
         found.append(Slots(value, names, path, guarded=False))
     return found
 

@@ -163,7 +163,7 @@ class _Iterator(Kind):
         return made
 
 
-class Stream:
+class IteratorArgument:
     """An iterator among the arguments, and what has been taken from it for the step.
 
     Attributes:
@@ -210,7 +210,7 @@ class NeedsMore(BaseException):
     """A trace has come to the end of what has been taken from an iterator. No error of the
     step's."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: IteratorArgument) -> None:
         self.stream = stream
 
 
