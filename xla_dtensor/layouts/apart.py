@@ -18,7 +18,7 @@ from xla_dtensor.layouts.factors import shape_of
 
 Sizes = tuple[int, ...]
 
-Rule = Callable[["Walk", Any], bool]
+Rule = Callable[["JaxprWalk", Any], bool]
 """Adds what takes the place of an equation some of whose operands are apart, or says that it
 can't."""
 
@@ -46,7 +46,7 @@ class Apart:
         return [*range(start, start + len(self.dims[dim]))]
 
 
-class Walk:
+class JaxprWalk:
     """A walk through the equations of a jaxpr, in order, that makes others of some of them.
 
     Args:
@@ -227,7 +227,7 @@ class Walk:
         closed = equation.params.get("jaxpr")
         if equation.primitive.name not in (*CALLS, "scan") or not isinstance(closed, ClosedJaxpr):
             return equation
-        walk = Walk(self._rule, self._devices, self._in_doubt)
+        walk = JaxprWalk(self._rule, self._devices, self._in_doubt)
         inner = walk.of(closed.jaxpr)
         self.doubts |= walk.doubts
         if inner is closed.jaxpr:
