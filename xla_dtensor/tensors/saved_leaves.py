@@ -1,9 +1,9 @@
 """Remembers what leaves saved for backward were, if they get other memory before it runs.
 
 A leaf does so by ``w.data = ...`` or ``module.to``. torch saves views of some leaves, which stay
-where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `SavedLeaf` here. It
-holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard` does). When
-the leaf moves, the `SavedLeaf` is told what the leaf was.
+where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `SavedLeaf`
+here. It holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard`
+does). When the leaf moves, the `SavedLeaf` gets what the leaf was.
 """
 
 from __future__ import annotations
