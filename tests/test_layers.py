@@ -67,7 +67,12 @@ ASK_FOR_A_TRACE = {
     *("execution.value_checks", "execution.lazy", "plans.call", "plans.checks", "plans.lower"),
     *("dispatch.host_copies", "dispatch.several_devices"),
     *("movement.collective_kernels", "movement.collectives", "movement.factories"),
-    *("movement.host_ops", "movement.distribute", "movement.local_view", "movement.own_shard"),
+    *(
+        "movement.data_dependent",
+        "movement.distribute",
+        "movement.local_view",
+        "movement.own_shard",
+    ),
     *("movement.relayout", "movement.source_rank"),
     *("custom_ops.results", "parallel._parameter", "parallel._settings", "parallel._whole"),
     *("compilation.trace.module_scopes", "compilation.trace.norms", "compilation.trace.optimizers"),

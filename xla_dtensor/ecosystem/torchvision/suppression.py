@@ -16,7 +16,7 @@ from jax import lax
 
 from xla_dtensor.lowering.ops.shape import sort
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.movement.host_ops import on_host, say_instead
+from xla_dtensor.movement.data_dependent import on_host, say_instead
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call
