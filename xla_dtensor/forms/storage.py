@@ -75,8 +75,8 @@ class _Alive:
 
 
 class _Viewers:
-    """Weak references to the tokens of the tensors that see a storage. Dead ones are dropped whenever
-    their number has doubled.
+    """Weak references to the tokens of the tensors that see a storage. Dead ones are dropped
+    whenever their number has doubled.
 
     Args:
         unknown: whether there is a tensor without a token.

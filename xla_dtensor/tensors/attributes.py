@@ -10,7 +10,17 @@ from xla_dtensor.base import thread_state
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
 OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_alive", "_kept"}
+    {
+        "_storage_",
+        "_steps",
+        "_own_form",
+        "_cache",
+        "_spec",
+        "_grad_hook",
+        "_local",
+        "_alive",
+        "_kept",
+    }
     | {"_summed"}
 )
 

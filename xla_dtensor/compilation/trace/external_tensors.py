@@ -154,7 +154,7 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
     accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
     if not backward and not accumulated:
         return found
-    own = getattr(getattr(tensor, "_landing", None), "id", None)
+    own = getattr(getattr(tensor, "_grad_hook", None), "id", None)
     for name, hooks in (("backward", backward), ("accumulated", accumulated)):
         users = [hook for key, hook in hooks.items() if key != own] if hooks else None
         if users:
