@@ -122,4 +122,4 @@ class SPMDLoadPlanner(_Separated, DefaultLoadPlanner):
         self._missing[name] -= 1
         target = self.state_dict[name]
         if self._is_alone and not self._missing[name] and isinstance(target, Arriving):
-            target.landing.finish()
+            target.loaded.finish()
