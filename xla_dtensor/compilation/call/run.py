@@ -76,7 +76,7 @@ class Run:
             return False
         return True
 
-    def insist(self, pieces: Iterable[Callable[[Any, Run], Any]], owner: Any) -> None:
+    def with_retry(self, pieces: Iterable[Callable[[Any, Run], Any]], owner: Any) -> None:
         """Do pieces that may be done twice, ``piece(owner, run)``, one that fails again (for want
         of memory, say), and the others all the same."""
         for piece in pieces:

@@ -75,7 +75,7 @@ class WriteBack:
     def put(self, run: Run) -> None:
         """Assign what the program has computed to what was there. None of this is expected to fail;
         if one thing does, the rest is done all the same: half a step would be worse."""
-        run.insist(self._pieces, self)
+        run.with_retry(self._pieces, self)
 
     def has_lost(self) -> bool:
         """Whether an array that was written back is deleted."""
@@ -85,7 +85,7 @@ class WriteBack:
         """What else the step's Python has done. The schedulers' steps come last: they are the
         user's code, and may fail."""
         for effect in self._traced.effects.all:
-            run.insist([_repeat], effect)
+            run.with_retry([_repeat], effect)
         if self._traced.outputs.left or not self._is_steady:
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
