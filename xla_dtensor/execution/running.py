@@ -14,8 +14,8 @@ import jax
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.execution import several
-from xla_dtensor.execution.become import become, check_become, refuse_shared
 from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.set_data import check_set_data, refuse_shared, set_data
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
@@ -104,7 +104,7 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
                 tensor._storage_.check_write()
         else:
             refuse_shared(tensor, plan.name, grown.shape)
-            check_become(tensor, plan.name)
+            check_set_data(tensor, plan.name)
 
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
@@ -121,4 +121,4 @@ def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
         if grown is None:
             tensor._storage_.write(value, form)
         else:
-            become(tensor, value, plan.name)
+            set_data(tensor, value, plan.name)
