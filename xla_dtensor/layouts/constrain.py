@@ -16,7 +16,7 @@ from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.factors import is_elementwise
 from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 
 
 def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
@@ -176,7 +176,9 @@ class _Constrain:
 
     def _way(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
         """Where a value lies on its way from one layout to another; mostly nowhere else."""
-        way = waypoints(self._frame, before, after) or self._cut_first(value, before, after)
+        way = intermediate_shardings(self._frame, before, after) or self._cut_first(
+            value, before, after
+        )
         return way or self._turned(before, after)
 
     def _turned(self, before: DimAxes, after: DimAxes) -> list[NamedSharding]:

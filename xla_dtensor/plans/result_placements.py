@@ -18,7 +18,7 @@ from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.lower import lowered_function
 from xla_dtensor.plans.meta import Meta
@@ -160,7 +160,7 @@ def _of_rule(answer: Answer, ask: Pin, ask_leaf: Pin, dims: int | None = None) -
     for form in call.forms:
         if isinstance(form, Form):
             axes = _axes(next(tensors), mesh, len(form.shape))
-            way = waypoints(frame, form.dim_axes, axes) if form.frame is frame else []
+            way = intermediate_shardings(frame, form.dim_axes, axes) if form.frame is frame else []
             inputs.append([*way, _sharding(frame, axes[:dims])])
         else:
             inputs.append(())

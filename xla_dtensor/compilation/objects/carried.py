@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.objects.flatten import is_record
 from xla_dtensor.compilation.objects.kinds import fields_of
 from xla_dtensor.compilation.objects.places import MISSING, Place
-from xla_dtensor.compilation.objects.remade import is_record
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 from xla_dtensor.tensors.subclasses import is_shown

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
+from xla_dtensor.compilation.program.cache_keys import text_of
 from xla_dtensor.compilation.program.input_layouts import (
     Pinning,
     compile_somehow,
@@ -19,7 +20,6 @@ from xla_dtensor.compilation.program.input_layouts import (
     shardings_of,
 )
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
-from xla_dtensor.compilation.program.known_by import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form

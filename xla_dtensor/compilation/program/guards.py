@@ -10,7 +10,7 @@ from typing import Any
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.decided import changed_numbers
+from xla_dtensor.compilation.call.retraces import changed_numbers
 from xla_dtensor.compilation.call.run import Prepared
 from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs

@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.compilation.program.known_by import inputs_of, text_of
+from xla_dtensor.compilation.program.cache_keys import inputs_of, text_of
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import agreement, jax_runtime, processes

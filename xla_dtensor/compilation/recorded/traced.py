@@ -23,8 +23,8 @@ from xla_dtensor.compilation.code.installed import CodeRecorder, users_code
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.threads import none_started
 from xla_dtensor.compilation.objects.carried import each_once
+from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
-from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes

@@ -9,8 +9,8 @@ import torch
 
 from xla_dtensor.compilation.call.recipes import BuiltObject, FixedObject
 from xla_dtensor.compilation.objects.carried import has_history, is_state, tensors_in
+from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.places import MISSING
-from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, check_replayable

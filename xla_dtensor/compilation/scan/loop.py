@@ -33,6 +33,7 @@ from xla_dtensor.compilation.scan.arrays import (
     unstack,
     whole_sums,
 )
+from xla_dtensor.compilation.scan.body import LoopBody
 from xla_dtensor.compilation.scan.equal_layers import (
     Unassigned,
     changed,
@@ -40,7 +41,6 @@ from xla_dtensor.compilation.scan.equal_layers import (
     described,
     tensors_of,
 )
-from xla_dtensor.compilation.scan.inside import Inside
 from xla_dtensor.compilation.scan.kept import Residuals, to_devices, to_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -189,10 +189,10 @@ class Layers:
             found.append(stack(form.placed(self.trace.frame), *values))
         return found
 
-    def inside(self, slices: list[Any], words: Any) -> Inside:
+    def in_body(self, slices: list[Any], words: Any) -> LoopBody:
         storages = [tensor._storage_ for tensor in self.tensors[0]]
         words = self.trace.rng_words if words is None else words
-        return Inside(self.trace, storages, slices, words, self.random)
+        return LoopBody(self.trace, storages, slices, words, self.random)
 
     def words(self) -> Any:
         """The generator's state before each layer; None if it is the same for all."""
@@ -219,7 +219,7 @@ class _Scan(torch.autograd.Function):
             wants_grad = any(ctx.needs_input_grad)
 
             def body(value: Any, xs: Any) -> Any:
-                with layers.inside(*xs) as inside:
+                with layers.in_body(*xs) as inside:
                     x = new_tensor(value, form)
                     saved, others = [], layers.others
                     with contextlib.ExitStack() as saving:
@@ -276,7 +276,7 @@ class _Scan(torch.autograd.Function):
                 # weight twice.
                 dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
             with contextlib.ExitStack() as inside:
-                inside.enter_context(layers.inside(slices, words))
+                inside.enter_context(layers.in_body(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
                 others = layers.apart(needs_others)

@@ -13,7 +13,7 @@ from xla_dtensor.base import assertions, events, executor, interrupts, thread_st
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
-from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.call.retraces import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.program import Program

@@ -18,7 +18,7 @@ from xla_dtensor.compilation.call.buckets import (
     refuse_writes,
     shapes_of,
 )
-from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.call.retraces import ManyTraces
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.program.guards import Mismatch

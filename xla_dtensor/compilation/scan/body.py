@@ -11,7 +11,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage, next_version
 
 
-class Inside:
+class LoopBody:
     """In the block, which JAX traces by itself, tensors have the values of one round. What the
     step's trace remembers by its arrays is put aside: those of the body exist in it alone.
 
@@ -33,7 +33,7 @@ class Inside:
         self._words, self._start = words, start
         self.draws = 0
 
-    def __enter__(self) -> Inside:
+    def __enter__(self) -> LoopBody:
         trace = self._trace
         self._kept = {name: getattr(trace, name) for name in _ASIDE}
         trace.scalars, trace._items, trace._marked, trace._in_devices = {}, {}, {}, {}
