@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.compilation.objects.kind import Kind
+from xla_dtensor.compilation.objects.kind import ObjectKind
 
 
 class _Memory:
@@ -22,7 +22,7 @@ class _Memory:
         self.whole, self.__array_interface__ = whole, interface
 
 
-class ArrayView(Kind):
+class ArrayView(ObjectKind):
     """An array by where it lies in the memory of its one part."""
 
     def taken(self, value: np.ndarray, whole: Any) -> tuple[Any, list[Any]]:

@@ -27,7 +27,7 @@ from xla_dtensor.compilation.objects.array_views import (
     whole_of,
 )
 from xla_dtensor.compilation.objects.found import is_atom
-from xla_dtensor.compilation.objects.kind import Kind
+from xla_dtensor.compilation.objects.kind import ObjectKind
 from xla_dtensor.compilation.objects.kinds import (
     BUFFER,
     DATACLASS,
@@ -59,7 +59,7 @@ class Tree:
     __slots__ = ("nodes", "numbers", "root")
 
     def __init__(self) -> None:
-        self.nodes: list[tuple[Kind, Any, tuple[int, ...]]] = []
+        self.nodes: list[tuple[ObjectKind, Any, tuple[int, ...]]] = []
         self.numbers: list[int] = []
         self.root = 0
 
@@ -179,7 +179,7 @@ class MadeObjects:
         nodes[number] = kind, data, (*first, *(self._take(part, flat) for part in parts))
         return number
 
-    def _kind(self, value: Any) -> Kind | None:
+    def _kind(self, value: Any) -> ObjectKind | None:
         """How an object is taken apart; None for a leaf."""
         cls = type(value)
         if issubclass(cls, torch.Tensor):

@@ -14,12 +14,12 @@ from typing import Any
 
 from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.code.reflection import own_of, referents
-from xla_dtensor.compilation.objects.kind import Kind, Spot, give, unplaced
+from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, give, unplaced
 from xla_dtensor.compilation.objects.places import MISSING, Slots
 from xla_dtensor.errors import DataDependentError
 
 
-class _Cell(Kind):
+class _Cell(ObjectKind):
     """A closure's variable."""
 
     needs = 0
@@ -41,7 +41,7 @@ class _Cell(Kind):
             made.cell_contents = parts[0]
 
 
-class _Function(Kind):
+class _Function(ObjectKind):
     """A function made inside of another one, by its code and what it keeps.
 
     Such functions are made anew for each batch (the mask modifiers of flex_attention, which keep
@@ -77,7 +77,7 @@ class _Function(Kind):
         return made
 
 
-class _Call(Kind):
+class _Call(ObjectKind):
     """What is made by calling something with its parts: bound methods, slices."""
 
     def __init__(self, make: Callable[..., Any], *names: str) -> None:
@@ -94,7 +94,7 @@ class _Call(Kind):
         return self._make(*parts)
 
 
-class _Partial(Kind):
+class _Partial(ObjectKind):
     """A ``partial``, with the attributes that it has been given."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -110,7 +110,7 @@ class _Partial(Kind):
         return made
 
 
-class _Builtin(Kind):
+class _Builtin(ObjectKind):
     """A bound method in C: ``x.mul``, ``table.get``."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -120,7 +120,7 @@ class _Builtin(Kind):
         return getattr(parts[0], data[1])
 
 
-class _View(Kind):
+class _View(ObjectKind):
     """A view of a dict: ``keys()``, ``values()``, ``items()``, a proxy."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -143,7 +143,7 @@ VIEWS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-class _Iterator(Kind):
+class _Iterator(ObjectKind):
     """Python's own iterators, by what they are made of (``__reduce__``)."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -214,7 +214,7 @@ class NeedsMore(BaseException):
         self.stream = stream
 
 
-class _Stream(Kind):
+class _Stream(ObjectKind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         return value, value.elements
 
@@ -225,7 +225,7 @@ class _Stream(Kind):
         return data.stand_in(parts)
 
 
-class _Generator(Kind):
+class _Generator(ObjectKind):
     """A generator that hasn't begun: its function's code, with what that was given."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
