@@ -1,7 +1,8 @@
 """Takes Python containers and objects apart, and rebuilds them around other parts.
 
 A step's arguments are taken apart for the key of its programs, its results and what it leaves
-somewhere to be made anew in each call. Each sort of object is a `ObjectKind`; what has none is a leaf.
+somewhere to be made anew in each call. Each sort of object is an `ObjectKind`; what
+has none is a leaf.
 """
 
 from __future__ import annotations
