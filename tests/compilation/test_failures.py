@@ -141,7 +141,7 @@ WRITING: dict[str, tuple[Any, str]] = {
     "attributes": (Effect, "repeat"),
     "views": (recipes.ViewRecipe, "make"),
     "results": (flatten.Tree, "build"),
-    "node": (backward, "Kept"),
+    "node": (backward, "SavedForBackward"),
 }
 
 
