@@ -1,15 +1,19 @@
 """The docstrings of what users can name: each says what its arguments are, and its example runs.
 
 An ``Example::`` block runs as it is pasted, in a namespace of its own. That of an error raises it.
+
+And those of all modules: the first line says what the module is about, and can be read alone.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +180,14 @@ def test_every_argument_and_result_is_told(name: str) -> None:
 def test_what_makes_an_object_is_told(name: str) -> None:
     taken = set(inspect.signature(CLASSES[name]).parameters)
     assert taken <= told(section(doc_of(CLASSES[name]), "Args", "Attributes"))
+
+
+def test_every_modules_first_line_is_a_sentence() -> None:
+    """Within a line's length, which the linter limits: readers find a file by this line."""
+    files = sorted(Path(xd.__file__).parent.rglob("*.py"))
+    firsts = {
+        file: (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        for file in files
+    }
+    assert len(firsts) > 600
+    assert [str(file) for file, line in firsts.items() if not re.search(r"\w.*\.$", line)] == []

@@ -30,7 +30,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import xla_dtensor as xd
 from tools.package_calls import package_calls
-from xla_dtensor.planning.collectives import Collective, collectives
+from xla_dtensor.planning.collectives import HloCollective, collectives
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 # Of a light and of a dark page: neither black nor white.
@@ -250,7 +250,7 @@ def step() -> Figure:
     return _bars(found)
 
 
-def _bars(found: dict[str, list[Collective]]) -> Figure:
+def _bars(found: dict[str, list[HloCollective]]) -> Figure:
     """A bar for each kind of collectives along some mesh dims, as long as their bytes."""
     nbytes, times = defaultdict[str, Counter[Any]](Counter), Counter[Any]()
     for title, own in found.items():

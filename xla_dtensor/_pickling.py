@@ -1,4 +1,4 @@
-"""The names under which files saved before the package had floors refer to what rebuilds them."""
+"""Old names of functions that rebuild objects, for files saved before modules were moved."""
 
 from xla_dtensor.mesh.saving import rebuild_mesh
 from xla_dtensor.tensors.saving import rebuild_tensor

@@ -1,5 +1,8 @@
-"""The exceptions that xla_dtensor raises. Each also is the builtin exception that torch raises in
-the same situation, so code written for torch catches them."""
+"""The exceptions that xla_dtensor raises.
+
+Each also is the builtin exception that torch raises in the same situation, so code written for
+torch catches them.
+"""
 
 from __future__ import annotations
 

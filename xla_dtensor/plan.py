@@ -1,4 +1,4 @@
-"""``python -m xla_dtensor.plan train.py --topology v5e:16x16``: a command, and nothing to import.
+"""The command ``python -m xla_dtensor.plan train.py --topology v5e:16x16``; importing it raises.
 
 As an attribute ``xla_dtensor.plan`` is a function of `xla_dtensor.planning`, which has the rest.
 """

@@ -19,7 +19,7 @@ import xla_dtensor as xd
 from sweep.layouts import OnMesh
 from sweep.models import MODELS
 from sweep.sides import case
-from xla_dtensor.planning.collectives import Collective, collectives
+from xla_dtensor.planning.collectives import HloCollective, collectives
 from xla_dtensor.rules import cost
 from xla_dtensor.runtime import gpus
 from xla_dtensor.runtime.program_cache import not_kept
@@ -29,7 +29,7 @@ OURS = SIDES[:2]  # by how `xd.compile` lays out what is inside of the step
 STEPS = 2  # whose losses must agree with CPU torch's: the second has seen an update
 
 
-def microseconds(one: Collective) -> float:
+def microseconds(one: HloCollective) -> float:
     """What a collective takes, once, by the link model of `xla_dtensor.rules.cost`.
 
     Args:

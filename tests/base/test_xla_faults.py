@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.conftest import make_mesh
-from xla_dtensor.base.grips import Grip
+from xla_dtensor.base.strictness import Strictness
 from xla_dtensor.base.xla_faults import FAULTS, PINNED, Fault, pinned
 from xla_dtensor.runtime import memory, xla_flags
 
@@ -288,24 +288,28 @@ def test_rows_name_what_there_is(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "axes", "dims", "summed", "grips"),
+    ("kinds", "axes", "dims", "summed", "strictness"),
     [
         ((), 2, 4, True, None),
         ((), 3, 3, False, None),
-        ((), 3, 4, False, (Grip.EXACT, Grip.FREE)),
+        ((), 3, 4, False, (Strictness.EXACT, Strictness.FREE)),
         (("PRODUCT",), 1, 2, True, None),
-        (("PRODUCT",), 2, 2, False, (Grip.FREE, Grip.FREE)),
-        (("PRODUCT",), 3, 2, False, (Grip.EXACT, Grip.FREE)),
-        (("PRODUCT", "BATCHED"), 2, 3, False, (Grip.HELD, Grip.HELD)),
-        (("PRODUCT", "BATCHED"), 4, 3, False, (Grip.EXACT, Grip.HELD)),
-        (("GATHER",), 1, 2, True, (Grip.EXACT, Grip.EXACT)),
+        (("PRODUCT",), 2, 2, False, (Strictness.FREE, Strictness.FREE)),
+        (("PRODUCT",), 3, 2, False, (Strictness.EXACT, Strictness.FREE)),
+        (("PRODUCT", "BATCHED"), 2, 3, False, (Strictness.HELD, Strictness.HELD)),
+        (("PRODUCT", "BATCHED"), 4, 3, False, (Strictness.EXACT, Strictness.HELD)),
+        (("GATHER",), 1, 2, True, (Strictness.EXACT, Strictness.EXACT)),
         (("GATHER",), 1, 2, False, None),
-        (("CONVOLUTION",), 1, 4, False, (Grip.EXACT, Grip.EXACT)),
-        (("TRANSFORM",), 3, 4, False, (Grip.EXACT, Grip.EXACT)),
+        (("CONVOLUTION",), 1, 4, False, (Strictness.EXACT, Strictness.EXACT)),
+        (("TRANSFORM",), 3, 4, False, (Strictness.EXACT, Strictness.EXACT)),
     ],
 )
 def test_which_pins(
-    kinds: tuple[str, ...], axes: int, dims: int, summed: bool, grips: tuple[Grip, Grip] | None
+    kinds: tuple[str, ...],
+    axes: int,
+    dims: int,
+    summed: bool,
+    strictness: tuple[Strictness, Strictness] | None,
 ) -> None:
     how = pinned(set(kinds), axes, dims, summed)
-    assert (how and (how.results.grip, how.results.loose)) == grips
+    assert (how and (how.results.strictness, how.results.loose)) == strictness

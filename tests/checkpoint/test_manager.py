@@ -512,7 +512,7 @@ def test_a_full_disk(
     manager, state = simple(tmp_path, asynchronous=asynchronous)
     manager.save(1)
     manager.wait()
-    original, room = streams.Stream.write, [after]
+    original, room = streams.FileStream.write, [after]
 
     def write(self: Any, data: Any) -> int:
         room[0] -= len(memoryview(data).cast("B"))
@@ -520,7 +520,7 @@ def test_a_full_disk(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(self, data)
 
-    monkeypatch.setattr(streams.Stream, "write", write)
+    monkeypatch.setattr(streams.FileStream, "write", write)
     error = failing_save(manager, 2)
     assert "No space left on device" in str(error.value) and "00000002" in str(error.value)
     monkeypatch.undo()
@@ -606,7 +606,7 @@ def test_an_interrupt_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def write(self: Any, data: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(streams.Stream, "write", write)
+    monkeypatch.setattr(streams.FileStream, "write", write)
     with pytest.raises(KeyboardInterrupt):
         manager.save(1)
     manager.close()

@@ -19,7 +19,7 @@ from tests.checkpoint.layouts import LAYOUTS, bits, laid_out, same, value_of
 from tests.checkpoint.test_dcp import DTYPES
 from tests.conftest import make_mesh
 from xla_dtensor.checkpoint import load_safetensors, save_safetensors
-from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
+from xla_dtensor.checkpoint.files.records import StoredBox, StoredTensor, read_parts
 
 VALUE = torch.arange(60, dtype=torch.float32).reshape(10, 6).sin()
 
@@ -413,7 +413,7 @@ def test_boxes_of_a_stored_tensor(tmp_path: Path, box: str, dtype: Any, order: A
     target = torch.zeros(sizes, dtype=dtype)
     with (tmp_path / "raw").open("rb", buffering=0) as file:
         counted = Counted(file)
-        read_parts(counted, stored, [Part(tuple(offsets), target)])  # type: ignore[arg-type]
+        read_parts(counted, stored, [StoredBox(tuple(offsets), target)])  # type: ignore[arg-type]
     index = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
     assert same(target, stored_value[index].to(dtype))
     assert counted.bytes <= value.nbytes * SHARES[box]
@@ -424,7 +424,7 @@ def test_boxes_for_several_devices_are_read_once(tmp_path: Path) -> None:
     value = torch.randn(256, 64)
     (tmp_path / "raw").write_bytes(value.numpy().tobytes())
     stored = StoredTensor(0, torch.float32, (256, 64), (64, 1))
-    parts = [Part((0, 8 * i), torch.zeros(256, 8)) for i in range(8)]
+    parts = [StoredBox((0, 8 * i), torch.zeros(256, 8)) for i in range(8)]
     with (tmp_path / "raw").open("rb", buffering=0) as file:
         counted = Counted(file)
         read_parts(counted, stored, parts)  # type: ignore[arg-type]
@@ -444,7 +444,7 @@ def test_rows_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for dtype in (torch.float32, torch.float64):
             target = torch.zeros(value[index].shape, dtype=dtype)
             with (tmp_path / "raw").open("rb", buffering=0) as file:
-                read_parts(file, stored, [Part(tuple(offsets), target)])  # type: ignore[arg-type]
+                read_parts(file, stored, [StoredBox(tuple(offsets), target)])  # type: ignore[arg-type]
             assert same(target, value[index].to(dtype)), shape
 
 

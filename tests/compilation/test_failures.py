@@ -16,7 +16,7 @@ import xla_dtensor as xd
 from tests.compilation.test_state import assert_same_parameters, batches, twin_models
 from xla_dtensor.base import executor
 from xla_dtensor.compilation.call import recipes
-from xla_dtensor.compilation.objects import remade
+from xla_dtensor.compilation.objects import flatten
 from xla_dtensor.compilation.program import backward, write_back
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage
@@ -140,8 +140,8 @@ WRITING: dict[str, tuple[Any, str]] = {
     "gradients": (recipes.NewTensor, "make"),
     "attributes": (Effect, "repeat"),
     "views": (recipes.ViewRecipe, "make"),
-    "results": (remade.Tree, "build"),
-    "node": (backward, "Kept"),
+    "results": (flatten.Tree, "build"),
+    "node": (backward, "SavedForBackward"),
 }
 
 

@@ -315,7 +315,7 @@ def test_a_trace_that_was_ended_between_two_lines() -> None:
     noting.__enter__()
     step = xd.compile(lambda x: x * 2)
     assert step(torch.ones(2, device="xla")).sum().item() == 4
-    assert sys.getprofile() is None and not installed.Recorder()._blind
+    assert sys.getprofile() is None and not installed.CodeRecorder()._blind
     del noting
 
 

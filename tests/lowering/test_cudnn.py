@@ -16,7 +16,7 @@ from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
 from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention import flash as flash_attention
-from xla_dtensor.lowering.context import Place, at
+from xla_dtensor.lowering.context import Target, at
 
 HOPPER = (9, 0)
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU here")
@@ -51,7 +51,7 @@ def test_what_it_is_given(
     )
     arrays = [to_numpy(x) for x in inputs]
     scale = jnp.float32(0.3) if traced else 0.3
-    with at(Place("gpu")):
+    with at(Target("gpu")):
         out, log_sums = flash_attention.flash_attention(*arrays, None, is_causal, scale)
         *found, _ = flash_attention.flash_attention_backward(
             jnp.asarray(to_numpy(grad.bfloat16())),
@@ -69,7 +69,7 @@ def test_the_program_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     key = jax.ShapeDtypeStruct((2, 2, 1024, 128), jnp.bfloat16)
 
     def forward_and_backward(query: Any, key: Any, value: Any) -> Any:
-        with at(Place("gpu")):
+        with at(Target("gpu")):
             out, sums = flash_attention.flash_attention(query, key, value, None, True, 0.1)
             rest = None, out, sums, None, 0.0, True, 0.1, False
             return flash_attention.flash_attention_backward(out, query, key, value, *rest)

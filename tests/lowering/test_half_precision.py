@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.context import Place, at
+from xla_dtensor.lowering.context import Target, at
 from xla_dtensor.lowering.registry import find_lowering
 
 HALF = (torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def test_products(name: str, dtype: torch.dtype, platform: str) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     function = lowering(name)
-    with at(Place(platform)):
+    with at(Target(platform)):
         program = jax.make_jaxpr(lambda *given: function(*given))(*map(array, tensors))
         found = function(*map(array, tensors))
     (dot,) = [line for line in str(program).splitlines() if "preferred_element_type" in line]
@@ -67,7 +67,7 @@ def test_products(name: str, dtype: torch.dtype, platform: str) -> None:
 
 def test_a_product_that_is_asked_for_in_float32() -> None:
     x = jnp.ones((4, 8), jnp.bfloat16)
-    with at(Place("tpu")):
+    with at(Target("tpu")):
         assert lowering("aten::mm.dtype")(x, x.T, torch.float32).dtype == np.float32
         assert lowering("aten::mm.default")(x.astype(np.float32), x.T.astype(np.float32)).dtype == (
             np.float32
@@ -80,7 +80,7 @@ def test_products_of_bytes(name: str, dtype: torch.dtype, platform: str) -> None
     """On GPUs XLA's own are twice what they are (`xla_faults.PRODUCTS_OF_BYTES`)."""
     low = 0 if dtype is torch.uint8 else -128
     x, y = (torch.randint(low, low + 256, shape).to(dtype) for shape in ((24, 32), (32, 16)))
-    with at(Place(platform)):
+    with at(Target(platform)):
         function = lowering(f"aten::{name}.default")
         program = str(jax.make_jaxpr(lambda *given: function(*given))(x.numpy(), y.numpy()))
         found = function(x.numpy(), y.numpy())

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.movement import host_ops
+from xla_dtensor.movement import data_dependent
 
 R, S = Replicate(), Shard
 X = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -152,7 +152,7 @@ def test_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is read on the host, and a mask of another shape raises as in torch."""
     x, mask = X.to("xla"), MASKS["all"].to("xla")
     with monkeypatch.context() as patch:
-        patch.setattr(host_ops, "to_cpu", lambda tensor: pytest.fail("read on the host"))
+        patch.setattr(data_dependent, "to_cpu", lambda tensor: pytest.fail("read on the host"))
         x[mask] = 1
     for y in (x, X.clone()):
         with pytest.raises(IndexError, match=r"shape of the mask .* at index 0 does not match"):

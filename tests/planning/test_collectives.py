@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xla_dtensor.planning.collectives import collective_traffic, collectives
-from xla_dtensor.planning.program_text import Program
+from xla_dtensor.planning.program_text import HloText
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
 ADD = """
@@ -163,12 +163,12 @@ def test_a_loops_body_counts_as_often_as_it_runs() -> None:
     assert (found.times, found.bytes) == (5, 32)
     text = f"{HEAD}{ADD}{LOOP}\nENTRY %main (p: f32[8]) -> f32[8] {{\n  {line}{known}\n}}\n"
     assert collective_traffic(text).bytes == {"all-reduce": 160}
-    unknown = Program(f"{HEAD}{LOOP}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
+    unknown = HloText(f"{HEAD}{LOOP}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
     assert unknown.unknown_loops == ["w"] and unknown.runs["body"] == 1
     # As the TPU's programs have it: a counter of two parts that is compared with a constant.
     counter = "  %low = u32[] constant(7)\n  %less = pred[] compare(%i, %low), direction=LT\n"
     counted = LOOP.replace("  ROOT %less = pred[] compare(%i, %n), direction=LT\n", counter)
-    counted = Program(f"{HEAD}{counted}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
+    counted = HloText(f"{HEAD}{counted}\nENTRY %m (p: f32[8]) -> f32[8] {{\n  {line}\n}}\n")
     assert counted.unknown_loops == [] and counted.runs["body"] == 7
 
 

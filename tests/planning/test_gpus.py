@@ -150,13 +150,13 @@ def test_attention_is_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
     from xla_dtensor.planning import planner
 
     texts: list[str] = []
-    read = planner.Program
+    read = planner.HloText
 
     def keep(text: str) -> Any:
         texts.append(text)
         return read(text)
 
-    monkeypatch.setattr(planner, "Program", keep)
+    monkeypatch.setattr(planner, "HloText", keep)
     report = of_attention()
     assert "__cudnn$fmhaSoftmax" in texts[0] and "__cudnn$fmhaSoftmaxBackward" in texts[0]
     pairs = 8 * 8 * 512 * 513 // 2

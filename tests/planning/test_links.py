@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xla_dtensor.planning.collectives import Collective, Part
+from xla_dtensor.planning.collectives import HloCollective, Part
 from xla_dtensor.planning.links import Lane, Switched, Torus, links
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.runtime.chips import CHIPS, GPUS
@@ -20,9 +20,9 @@ MB = 10**6
 
 def collective(
     kind: str, nbytes: int, groups: Any, dims: tuple[str, ...] = (), size: int | None = None
-) -> Collective:
+) -> HloCollective:
     part = Part(Shaped("s8", (nbytes,)), ())
-    return Collective(kind, 1, (part,), dims, size or len(groups[0]), groups)
+    return HloCollective(kind, 1, (part,), dims, size or len(groups[0]), groups)
 
 
 def test_the_links_are_the_tables() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xla_dtensor.planning.collectives import collectives
-from xla_dtensor.planning.program_text import Program
+from xla_dtensor.planning.program_text import HloText
 from xla_dtensor.planning.schedule import Schedule, schedule
 from xla_dtensor.runtime.chips import Chip
 
@@ -43,7 +43,7 @@ def of(lines: list[str], took: float, more: str = "") -> Schedule:
     body = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule m, is_scheduled=true\n{ADD}{more}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
     text += f"{body}\n}}\n"
-    program = Program(text)
+    program = HloText(text)
     return schedule(program, collectives(program, (2,), ("dp",)), Takes(took), CHIP)
 
 

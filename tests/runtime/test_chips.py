@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import xla_dtensor as xd
-from xla_dtensor.planning.collectives import Collective, Part
+from xla_dtensor.planning.collectives import HloCollective, Part
 from xla_dtensor.planning.links import links
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.planning.rows import rows
@@ -30,7 +30,7 @@ def test_gpus_are_known_by_what_jax_calls_them() -> None:
     assert chip_of("gpu", other) is None and chip_of("cpu", other) is None
     assert chip_of("v5e", other) is V5E
     # 900 GB/s of NVLink in both directions: each of four devices lacks three quarters.
-    gather = Collective(
+    gather = HloCollective(
         "all-gather",
         1,
         (Part(Shaped("f32", (10**6,)), ()),),

@@ -1,4 +1,4 @@
-"""Conditions on values: where they are looked at, and what is raised if they don't hold.
+"""Conditions on values: recorded when an operation runs, checked later, raised if they don't hold.
 
 A program can't raise. What must hold of values (indices in range, ``torch._assert_async``) is a
 *summary*, two integers that a device computes, and a *judge* that makes an exception of them or

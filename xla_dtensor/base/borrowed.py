@@ -1,5 +1,7 @@
-"""Names of another package that it doesn't promise, by names of ours: `torch_private` and
-`jax_private` are made of these."""
+"""Looks up private names of another package under public names of ours.
+
+`torch_private` and `jax_private` are made of these.
+"""
 
 from __future__ import annotations
 

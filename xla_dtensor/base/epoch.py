@@ -1,4 +1,4 @@
-"""Counters that move when a tensor changes otherwise than in its value: a flag, a hook, its form.
+"""Counters that are raised when a tensor's flags, hooks or form change, and not only its values.
 
 A compiled step depends on the flags, hooks and memory of hundreds of tensors. Comparing them all
 before every call would cost more than the call, so what changes them counts here, and a step looks

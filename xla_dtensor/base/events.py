@@ -1,4 +1,4 @@
-"""Who is told of operations while they run: nobody, unless `xla_dtensor.debug` looks.
+"""The observer that is called for each operation: none, unless `xla_dtensor.debug` sets one.
 
 A call on the hot path costs one look at ``events.observer``.
 """

@@ -1,4 +1,4 @@
-"""Who runs this thread's operations: an object on a stack, and what the package tells and asks it.
+"""The executor of this thread: the top of a stack of objects that run operations.
 
 Operations run where they stand, wait to be launched together, become part of a step's program, or
 run on nothing at all (``xd.abstract``). Nobody asks which of these it is: whoever works with

@@ -1,5 +1,7 @@
-"""Processes forked from one in which XLA runs: XLA's threads are not in them, and whatever asks its
-devices waits for ever. So nothing does: operations raise there."""
+"""Makes operations raise in a forked child of a process in which XLA runs.
+
+XLA's threads are not in the child, and whatever asks its devices there waits for ever.
+"""
 
 from __future__ import annotations
 

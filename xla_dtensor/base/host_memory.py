@@ -1,4 +1,4 @@
-"""Whether what an optimizer makes like its parameters is to rest in the host's memory."""
+"""Whether state that an optimizer creates like its parameters goes to the host's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C comes between operations, never into the middle of one.
+"""Delays Ctrl-C (and other signals' exceptions) to between two operations.
 
 Python raises `KeyboardInterrupt` wherever the main thread happens to be. In the middle of several
 assignments that leaves tensors half written; in Python that C++ calls from ``noexcept`` functions

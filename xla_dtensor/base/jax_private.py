@@ -1,6 +1,7 @@
-"""What we use of JAX that JAX doesn't promise, and how it differs between the supported versions
-(0.9 to 0.12): nothing else in the package names something private of JAX's. Nothing here imports
-JAX before it is asked for something.
+"""The private names of JAX that we use, and how they differ between versions 0.9 to 0.12.
+
+Nothing else in the package names something private of JAX's. Nothing here imports JAX before it is
+asked for something.
 
 ``jax.extend`` has some of these under public names. It guarantees no compatibility either, and
 imports Pallas. `tests/base/test_private_apis.py` finds out whether a version has them all.

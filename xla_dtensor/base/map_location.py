@@ -1,4 +1,4 @@
-"""Where ``torch.load`` is told to put tensors, for those that rebuild them."""
+"""The `map_location` of the ``torch.load`` that is running, for code that rebuilds tensors."""
 
 from __future__ import annotations
 

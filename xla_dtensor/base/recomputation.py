@@ -1,4 +1,4 @@
-"""Who is told when ``torch.utils.checkpoint`` recomputes a block; ``integration`` tells."""
+"""The callback for when ``torch.utils.checkpoint`` recomputes a block; `integration` calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether attention finds the positions of its sequences in another order than they are numbered.
+"""Whether ``context_parallel`` has permuted sequence positions, and so causal masks, too.
 
 torch's ``context_parallel`` deals them out so that causal attention costs each device the same. Who
 hooks into it says so here; compiled steps ask whether it is still so.

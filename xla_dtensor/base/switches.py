@@ -1,5 +1,6 @@
-"""The table of the package's switches, `SWITCHES`: all that there is to say of them. `config` has
-their values; messages, ``print(config)`` and docs/config.md are made from it.
+"""The table of the package's switches, `SWITCHES`: names, kinds of values, what each does.
+
+`config` has their values; messages, ``print(config)`` and docs/config.md are made from it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def listed(words: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}"
 
 
-class Kind(Protocol):
+class ValueKind(Protocol):
     """Which values a switch has."""
 
     def __str__(self) -> str:
@@ -100,7 +101,7 @@ class Positive:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameList:
     """Some of these names, with commas between them."""
 
     known: tuple[str, ...]
@@ -121,7 +122,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderPath:
     """A path, or one of two words."""
 
     def __str__(self) -> str:
@@ -152,7 +153,7 @@ class Switch:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     default: Any
     does: str
     read: str
@@ -215,14 +216,14 @@ _SWITCHES = (
     ),
     Switch(
         "logs",
-        Names(("layouts",)),
+        NameList(("layouts",)),
         "",
         "What is logged as it happens: `layouts` is a line for each operation.",
         "in each operation",
     ),
     Switch(
         "cache",
-        Folder(),
+        FolderPath(),
         "user",
         "Where compiled programs are kept between runs: in the user's cache folder, in another "
         "folder, or nowhere (`off`). JAX's own setting goes before it.",

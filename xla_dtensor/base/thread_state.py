@@ -1,4 +1,4 @@
-"""What a thread is in the middle of: a function of the user's, a formula of an optimizer's."""
+"""State of a thread: which `DFunction` or optimizer formula it runs, its trace's random numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What we use of torch that torch doesn't promise, and how it differs between the supported
-versions (2.11 to 2.15): nothing else in the package names something private of torch's.
+"""The private names of torch that we use, and how they differ between versions 2.11 to 2.15.
 
+Nothing else in the package names something private of torch's.
 Where a public name would do, the comment says which; most have none. Values of other modules that
 change are asked for by the functions below. Not here: operators (``torch.ops.aten._to_copy``,
 ``torch._foreach_add_``), and attributes of objects. `tests/base/test_private_apis.py` finds out

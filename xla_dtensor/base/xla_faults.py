@@ -16,7 +16,7 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass
 
-from xla_dtensor.base.grips import ALWAYS, HOLD, OFFER, PIN, PIN_BATCHES, Pinned
+from xla_dtensor.base.strictness import ALWAYS, HOLD, OFFER, PIN, PIN_BATCHES, Pinned
 
 ANY = sys.maxsize
 _MISCOMPILE = "tests/compilation/test_xla_miscompile.py::"
@@ -129,7 +129,7 @@ MOVES = Fault(
     "Where two or more axes of three go from dims of a tensor of four to others at once, the "
     "partitioner may divide by zero, which ends the process. Left to itself it may bring any "
     "operand of an operation to any other's place.",
-    "mesh/waypoints.py:waypoints",
+    "mesh/intermediate.py:intermediate_shardings",
     "it ends the process, with 12 or 16 devices",
     axes=(3, ANY),
     dims=4,

@@ -133,7 +133,7 @@ class Together:
             text = store.wait_for(key, _LISTEN)
             if text is not None:
                 return text
-            # A process that is gone ends this one, see `xla_dtensor.runtime.watch`.
+            # A process that is gone ends this one, see `xla_dtensor.runtime.heartbeats`.
             failed = store.all_of(f"{self._key}/failed")
             if failed:
                 raise CheckpointError(next(iter(failed.values())))

@@ -22,7 +22,7 @@ class Loading:
     def __init__(self, state: Any, arguments: dict[str, Any]) -> None:
         self._state = state
         self._copy = stand_ins.replaced(state, stand_ins.arriving)
-        self._landing = [each.landing for each in stand_ins.arriving_in(self._copy)]
+        self._loaded = [each.loaded for each in stand_ins.arriving_in(self._copy)]
         reader = arguments["storage_reader"]
         if type(reader) is TorchReader:  # what torch makes of a checkpoint_id
             reader = FileSystemReader(reader.path)
@@ -37,9 +37,9 @@ class Loading:
         return self._reading.error
 
     def _arrived(self) -> None:
-        for landing in self._landing:
-            if landing.has_come:
-                landing.finish()
+        for loaded in self._loaded:
+            if loaded.has_come:
+                loaded.finish()
 
     def __enter__(self) -> Loading:
         return self

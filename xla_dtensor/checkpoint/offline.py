@@ -22,7 +22,7 @@ from xla_dtensor.checkpoint.files.manifest import NAME as MANIFEST
 from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, sync_folder, verify
 from xla_dtensor.checkpoint.files.metadata import check_complete, check_files, inside, read_metadata
 from xla_dtensor.checkpoint.files.reading import plain_data
-from xla_dtensor.checkpoint.files.records import Part, Window, read_parts, stored_tensor
+from xla_dtensor.checkpoint.files.records import StoredBox, Window, read_parts, stored_tensor
 from xla_dtensor.checkpoint.files.safetensors_format import (
     INDEX,
     files_of,
@@ -140,7 +140,7 @@ def _reader_of_dcp(folder: Path, metadata: Any, name: str) -> Callable[[], torch
                             f"a tensor of sizes {list(stored.sizes)} and {stored.dtype}"
                         )
                     box = Chunk(tuple(chunk.offsets), tuple(chunk.sizes)).box
-                    part = Part((0,) * len(stored.sizes), whole[box])
+                    part = StoredBox((0,) * len(stored.sizes), whole[box])
                     read_parts(cast(BinaryIO, file), stored, [part])
                 except CheckpointError as error:
                     raise CheckpointError(
@@ -176,7 +176,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
             def read(file: Path = file, stored: Any = stored) -> torch.Tensor:
                 value = torch.empty(stored.sizes, dtype=stored.dtype)
                 with file.open("rb", buffering=0) as opened:
-                    part = Part((0,) * len(stored.sizes), value)
+                    part = StoredBox((0,) * len(stored.sizes), value)
                     read_parts(cast(BinaryIO, opened), stored, [part])
                 return value
 

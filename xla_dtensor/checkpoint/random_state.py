@@ -1,4 +1,4 @@
-"""The state of the random number generators that a training run draws from."""
+"""Saves and restores the random number generators that a training run draws from."""
 
 from __future__ import annotations
 

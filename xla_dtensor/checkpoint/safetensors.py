@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from xla_dtensor.checkpoint.coordination import Together
-from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
+from xla_dtensor.checkpoint.files.records import StoredBox, StoredTensor, read_parts
 from xla_dtensor.checkpoint.files.safetensors_format import files_of, read_header, write_files
-from xla_dtensor.checkpoint.shards import Landing, check_whole, host_value, own_chunks
+from xla_dtensor.checkpoint.shards import LoadedTensor, check_whole, host_value, own_chunks
 from xla_dtensor.checkpoint.states import memory_of
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 from xla_dtensor.runtime import agreement, processes
@@ -122,7 +122,7 @@ def _load(model: nn.Module, name: str, tensor: Any, file: Any, stored: StoredTen
         value = tensor.detach()
         if value.device.type != "cpu":
             value = torch.empty_like(value, device="cpu")
-        read_parts(file, stored, [Part((0,) * value.ndim, value)])
+        read_parts(file, stored, [StoredBox((0,) * value.ndim, value)])
         if value.device != tensor.device:
             tensor.detach().copy_(value)
         return
@@ -131,12 +131,12 @@ def _load(model: nn.Module, name: str, tensor: Any, file: Any, stored: StoredTen
         raise UnsupportedOpError(
             f"load_safetensors: {name!r} has another value on each device; a file has one"
         )
-    landing = Landing(tensor)
-    parts = [Part(chunk.offsets, landing.buffer(chunk)) for chunk in landing.own.chunks]
+    loaded = LoadedTensor(tensor)
+    parts = [StoredBox(chunk.offsets, loaded.buffer(chunk)) for chunk in loaded.own.chunks]
     read_parts(file, stored, parts)
-    landing.finish()
-    if landing.tensor is not tensor:  # it was on the meta device
-        _assign(model, name, landing.tensor)
+    loaded.finish()
+    if loaded.tensor is not tensor:  # it was on the meta device
+        _assign(model, name, loaded.tensor)
 
 
 def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:

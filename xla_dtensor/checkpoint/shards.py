@@ -122,7 +122,7 @@ def host_value(tensor: Ours, own: Own, chunk: Chunk) -> torch.Tensor:
         return from_numpy(np.asarray(part)[tuple(slice(0, n) for n in chunk.sizes)])
 
 
-class Landing:
+class LoadedTensor:
     """A tensor that is being loaded: memory of the host for each chunk, until all have come.
 
     The tensor has its new value when all of them have: until then it keeps the one that it had.

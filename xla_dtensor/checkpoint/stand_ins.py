@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
 from xla_dtensor.checkpoint.shards import (
     Chunk,
-    Landing,
+    LoadedTensor,
     Own,
     check_whole,
     host_value,
@@ -124,13 +124,13 @@ class Departing(StandIn):
 
 
 class Arriving(StandIn):
-    """A tensor that is loaded: its shards are memory of the host until they are `landing`."""
+    """A tensor that is loaded: its shards are memory of the host until they are `loaded`."""
 
-    def __init__(self, own: Own, dtype: torch.dtype, landing: Landing) -> None:
-        self.landing = landing
+    def __init__(self, own: Own, dtype: torch.dtype, loaded: LoadedTensor) -> None:
+        self.loaded = loaded
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self.landing.buffer(self._chunk_at(index))
+        return self.loaded.buffer(self._chunk_at(index))
 
 
 class Staged:
@@ -191,8 +191,8 @@ def arriving(tensor: Ours | Staged, path: Path) -> Arriving:
         raise UnsupportedOpError(f"loading {_name(path)!r}: it was staged for saving")
     check_whole(tensor, f"loading {_name(path)!r} from a checkpoint")
     tensor._storage_.check_write()
-    landing = Landing(tensor)
-    return Arriving(landing.own, tensor.dtype, landing)
+    loaded = LoadedTensor(tensor)
+    return Arriving(loaded.own, tensor.dtype, loaded)
 
 
 # As torch's planners do, all of these go into mappings and lists, and not into tuples: a tuple is
@@ -248,7 +248,7 @@ def taken_back(state: Any, loaded: Any) -> None:
     for key, new in items:
         old = state.get(key) if isinstance(state, Mapping) else state[key]
         if isinstance(new, Arriving):
-            new = new.landing.tensor
+            new = new.loaded.tensor
         elif has_ours(old):
             taken_back(old, new)
             continue

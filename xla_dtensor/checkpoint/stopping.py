@@ -1,4 +1,4 @@
-"""When a training run has to stop: a signal, or a deadline."""
+"""Whether a training run has to stop: it has got a signal, or a deadline comes near."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and how saved tensors lay, so that like ones can be made to load into (optimizer state)."""
+"""The class, layout and dtype of saved tensors, from which like ones are made to load into."""
 
 from __future__ import annotations
 

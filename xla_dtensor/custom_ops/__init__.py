@@ -1,5 +1,4 @@
-"""Custom differentiable ops on sharded tensors: `DFunction` and its layout rule, `DistributedOp`;
-and JAX functions as torch callables.
+"""Custom differentiable ops on sharded tensors: `DFunction`, `DistributedOp`, `jax_function`.
 
 README.md here explains how the two work together.
 """

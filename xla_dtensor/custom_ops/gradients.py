@@ -1,4 +1,4 @@
-"""Autograd nodes around a custom op: between the gradients of sharded tensors and per-device ones.
+"""Autograd nodes around a custom op: between gradients of sharded tensors and of per-device ones.
 
 On each device ``backward`` computes with what that device has. For the gradients of the whole to
 come out, three things must hold:

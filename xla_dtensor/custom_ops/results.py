@@ -1,4 +1,4 @@
-"""What a `DFunction` returned, as sharded tensors laid out as its rule says."""
+"""Turns a `DFunction`'s results into sharded tensors, laid out as its rule says."""
 
 from __future__ import annotations
 

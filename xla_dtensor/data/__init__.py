@@ -1,4 +1,4 @@
-"""Batches on their way to the devices."""
+"""Batches as sharded tensors: from any loader, or from each process's part of a batch."""
 
 from xla_dtensor.data.batches import shard_batch
 from xla_dtensor.data.device_loader import DeviceLoader, device_loader

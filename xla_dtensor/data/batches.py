@@ -1,4 +1,4 @@
-"""Batches of which each process has loaded its part."""
+"""Sharded batches of which each process has loaded its part."""
 
 from __future__ import annotations
 

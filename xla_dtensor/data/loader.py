@@ -1,4 +1,4 @@
-"""A loader of each process's part of a batch, as one of whole batches."""
+"""Wraps a loader of each process's part of a batch into one that yields whole batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Seeing what layouts operations have, and why: `explain`, `set_logs` and `rules`; and what is kept
-between calls: `caches`.
+"""Shows which layouts operations have, and why: `explain`, `set_logs`, `rules`; and `caches`.
 
 ``_recorder.py`` is told of operations by the places that run them (`xla_dtensor.base.events`) and
 makes an `Operation` of each; ``_explain.py`` collects them, ``_logs.py`` logs them.

@@ -1,4 +1,4 @@
-"""What the rule of a call says of it."""
+"""What a call's layout rule says: placements, and which arguments are redistributed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xla_dtensor.rules.infer import ask
 
 
 @dataclass(frozen=True)
-class Answer:
+class RuleAnswer:
     """What the rule of a call says of it.
 
     Attributes:
@@ -80,7 +80,7 @@ def _between(
 
 def ask_rule(
     call: Call, forms: list[Any], mesh: Any, results: Sequence[Form | None]
-) -> Answer | None:
+) -> RuleAnswer | None:
     """What the rule says of a call, as dispatch asks it; None without a rule.
 
     Of an operation that only writes to its arguments, dispatch has nothing to ask. The rule then
@@ -109,10 +109,10 @@ def ask_rule(
         for i, item in enumerate(value if isinstance(value, list | tuple) else [value])
     }
     tensors = [(names[id(t)], index_of[id(t)], t) for t in rule_call.tensors]
-    return Answer(found, text, merged, tensors, is_(Kind.LIKE, call.info.name))
+    return RuleAnswer(found, text, merged, tensors, is_(Kind.LIKE, call.info.name))
 
 
-def rule_words(answer: Answer | None, mesh: Any, is_view: bool) -> tuple[str, str, str]:
+def rule_words(answer: RuleAnswer | None, mesh: Any, is_view: bool) -> tuple[str, str, str]:
     """Whose rule, what it says and where it is from."""
     if mesh is None:
         return "-", "", ""

@@ -1,6 +1,7 @@
-"""A program: compiles the StableHLO that it reads from standard input for as many simulated CPU
-devices as it is told, and prints what XLA has made of it. XLA's warnings go to standard error.
-`_rematerializations.py` runs it.
+"""A program that compiles StableHLO from standard input for simulated CPU devices.
+
+It prints what XLA has made of it; XLA's warnings go to standard error. `_rematerializations.py`
+runs it.
 """
 
 import sys

@@ -6,7 +6,7 @@ import logging
 import sys
 
 from xla_dtensor.base.config import config
-from xla_dtensor.base.switches import SWITCHES, Names
+from xla_dtensor.base.switches import SWITCHES, NameList
 from xla_dtensor.debug._recorder import recorder
 from xla_dtensor.debug._records import Operation
 
@@ -61,7 +61,7 @@ class _Fallback(logging.Handler):
 
 
 _KIND = SWITCHES["logs"].kind
-assert isinstance(_KIND, Names)
+assert isinstance(_KIND, NameList)
 _ARTIFACTS = {name: _Artifact(name) for name in _KIND.known}
 
 

@@ -1,6 +1,7 @@
-"""A program: runs probes on the devices that there are, and writes what comes of each to a pipe,
-one line of JSON when it starts and one when it ends. `device.py` runs it, since a backend may end
-the process or never come back.
+"""A program that runs probes on this machine's devices, and writes each outcome to a pipe.
+
+It writes one line of JSON when a probe starts and one when it ends. `device.py` runs it, since a
+backend may end the process or never come back.
 """
 
 from __future__ import annotations

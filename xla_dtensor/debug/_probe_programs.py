@@ -1,4 +1,4 @@
-"""The programs of `_probes.py`: plain JAX, small, and each with what numpy says of it.
+"""Small JAX programs that test what a backend can do, each with numpy's result to compare with.
 
 Most numbers are small whole ones, which every dtype has exactly: whatever order a device adds in,
 and in however few digits it multiplies, the result is that of numpy.

@@ -1,4 +1,4 @@
-"""The table of `device.py`: what a backend is asked, and which of our operations need it."""
+"""The table of what `device.py` tests of a backend, and which operations of ours need it."""
 
 from __future__ import annotations
 

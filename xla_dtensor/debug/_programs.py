@@ -1,4 +1,4 @@
-"""What XLA made of an operation."""
+"""The text of the compiled program of an operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Recorder`: makes an `Operation` of everything that it is told, and passes it on."""
+"""`Recorder`: an observer that makes an `Operation` of each event, and passes it on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xla_dtensor.base import events, executor
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.custom_ops.jax_function import name_of
-from xla_dtensor.debug._answers import Answer, ask_rule, rule_words
+from xla_dtensor.debug._answers import RuleAnswer, ask_rule, rule_words
 from xla_dtensor.debug._programs import program_text
 from xla_dtensor.debug._records import (
     ITSELF,
@@ -333,7 +333,7 @@ COMPILED_BEFORE = "runs a program that was compiled before"
 
 def _implied(
     call: Call, plan: Plan | ViewPlan
-) -> tuple[list[Any], Any, Answer | None, list[Redistribution]]:
+) -> tuple[list[Any], Any, RuleAnswer | None, list[Redistribution]]:
     """The forms of a call's arguments, their mesh, what its rule says, and what is redistributed
     for that."""
     forms = on_one_mesh(call.forms)

@@ -1,4 +1,4 @@
-"""What is recorded of one operation."""
+"""What is recorded of one operation: arguments, results, rule, redistributions."""
 
 from __future__ import annotations
 

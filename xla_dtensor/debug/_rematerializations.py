@@ -1,5 +1,8 @@
-"""Where XLA makes a tensor whole on its way from one sharding to another. It says so on standard
-error as it compiles, and nowhere else: so a second process compiles again, and is listened to."""
+"""Where XLA gathers a whole tensor on its way from one sharding to another.
+
+It says so on standard error as it compiles, and nowhere else: so a second process compiles again,
+and its messages are read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting the collectives of what runs."""
+"""Counts the collectives, and the redistributions, of the code that runs."""
 
 from __future__ import annotations
 

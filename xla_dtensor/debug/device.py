@@ -88,7 +88,7 @@ class Options:
 
 
 @dataclass
-class Report:
+class DeviceReport:
     """What has come of all.
 
     Attributes:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str], path: str | None = None) -> int:
     options = Options(given.platform, given.devices or 1, given.timeout, path)
     names = [name for name in probes if not given.only or name in given.only]
     width = max(map(len, names))
-    report = Report()
+    report = DeviceReport()
     try:
         with contextlib.closing(outcomes(names, options, report)) as found:
             for one in found:
@@ -169,7 +169,7 @@ def _parsed(arguments: Sequence[str], probes: dict[str, Probe]) -> argparse.Name
 
 
 def outcomes(
-    names: Sequence[str], options: Options, report: Report
+    names: Sequence[str], options: Options, report: DeviceReport
 ) -> Generator[Outcome, None, None]:
     """What becomes of probes, each as soon as it is known.
 
@@ -284,7 +284,7 @@ def _child(names: Sequence[str], options: Options) -> Iterator[_Child]:
         yield child
 
 
-def _summary(report: Report, probes: dict[str, Probe]) -> str:
+def _summary(report: DeviceReport, probes: dict[str, Probe]) -> str:
     lines = [""]
     if report.backend:
         about = report.backend
@@ -303,7 +303,7 @@ def _summary(report: Report, probes: dict[str, Probe]) -> str:
     return "\n".join(lines)
 
 
-def _for_file(report: Report, probes: dict[str, Probe]) -> dict[str, Any]:
+def _for_file(report: DeviceReport, probes: dict[str, Probe]) -> dict[str, Any]:
     def entry(one: Outcome) -> dict[str, Any]:
         probe = probes.get(one.name)
         more = {"needed_by": probe.needed_by, "stands_for": probe.stands_for} if probe else {}

@@ -1,4 +1,4 @@
-"""Handlers for batch norm: aten's schema doesn't say that it writes the running statistics."""
+"""Route of batch norm: aten's schema doesn't say that it writes the running statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one path of every operation on xla tensors."""
+"""`dispatch`: the one path of every operation on xla tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers of calls that have no plan: copies to and from the CPU, and values in Python."""
+"""Routes of calls that have no plan: copies to and from the CPU, and values in Python."""
 
 from __future__ import annotations
 

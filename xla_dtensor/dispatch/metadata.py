@@ -1,5 +1,4 @@
-"""Overloads that change what a tensor is, not only its values: ``t_``, ``squeeze_``, ``resize_``,
-``set_``, and ``out=`` tensors that must grow.
+"""Overloads that change a tensor's shape or memory: ``t_``, ``resize_``, ``set_``, ``out=``.
 
 A tensor is a view (form and steps) of a storage, so it changes by becoming another view, or a view
 of another storage. torch's own part (sizes, strides) follows through the ``data`` setter, as when
@@ -17,7 +16,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import suggest_memory_format
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.execution.become import become, refuse_shared
+from xla_dtensor.execution.set_data import refuse_shared, set_data
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.plans.ops import handles
@@ -46,7 +45,7 @@ def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name or 'default'}"
-    become(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
+    set_data(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
     return args[0]
 
 
@@ -137,21 +136,23 @@ def resize(tensor: Any, size: tuple[int, ...], stride: tuple[int, ...], name: st
     )
     if needed <= memory:
         view = dispatch(aten.as_strided.default, (tensor, size, stride, form.offset), {})
-        become(tensor, view, name)
+        set_data(tensor, view, name)
         return
     if not memory:
-        become(tensor, dispatch(aten.new_empty_strided.default, (tensor, size, stride), {}), name)
+        set_data(tensor, dispatch(aten.new_empty_strided.default, (tensor, size, stride), {}), name)
         return
     refuse_shared(tensor, name, size)
     flat = dispatch(aten.as_strided.default, (tensor, (memory,), (1,), 0), {})
     grown = dispatch(aten.constant_pad_nd.default, (flat, [0, needed - memory]), {})
-    become(tensor, dispatch(aten.as_strided.default, (grown, size, stride, form.offset), {}), name)
+    set_data(
+        tensor, dispatch(aten.as_strided.default, (grown, size, stride, form.offset), {}), name
+    )
 
 
 @handles("aten::set_.source_Tensor")
 def _set(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_other_kind(args[0], args[1], "set_")
-    become(args[0], args[1], "aten::set_.source_Tensor")
+    set_data(args[0], args[1], "aten::set_.source_Tensor")
     return args[0]
 
 
@@ -161,13 +162,13 @@ def _set_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     refuse_other_kind(tensor, source, "set_")
     stride = args[4] if len(args) > 4 and args[4] else contiguous_stride(tuple(size))
     view = dispatch(aten.as_strided.default, (source, size, stride, offset), {})
-    become(tensor, view, "aten::set_.source_Tensor_storage_offset")
+    set_data(tensor, view, "aten::set_.source_Tensor_storage_offset")
     return tensor
 
 
 @handles("aten::set_.default")
 def _set_empty(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    become(args[0], dispatch(aten.new_empty.default, (args[0], [0]), {}), "aten::set_.default")
+    set_data(args[0], dispatch(aten.new_empty.default, (args[0], [0]), {}), "aten::set_.default")
     return args[0]
 
 

@@ -1,4 +1,4 @@
-"""``out=`` of overloads that leave the general path."""
+"""``out=`` of overloads that are handled by a route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers for packed sequences: their lengths are CPU tensors, so shapes are known on the host."""
+"""Routes of packed sequences: their lengths are CPU tensors, so shapes are known on the host."""
 
 from __future__ import annotations
 

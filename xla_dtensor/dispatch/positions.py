@@ -1,4 +1,4 @@
-"""Views at positions that are inputs of a compiled step: ``x[n]``, ``x[:, n : n + 4]``.
+"""Views at positions that are inputs of a compiled step's program: ``x[n]``, ``x[:, n : n + 4]``.
 
 The view is made as for the position of this trace, and its last step then takes the number in
 place of it. What must hold for that is decided by the number as Python decides: that it is in range

@@ -1,5 +1,6 @@
-"""Calls on tensors of several meshes over the same devices, as programs for torch_xla make them:
-all tensors are redistributed to one of the meshes.
+"""Redistributes the tensors of a call on several meshes over the same devices to one mesh.
+
+Programs for torch_xla make such calls.
 
 Only for meshes of which `mesh.combinable` says that they may be combined; for others it is an
 error, as in torch.

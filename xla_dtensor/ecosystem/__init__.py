@@ -1,4 +1,4 @@
-"""Libraries built on torch that want to be told about xla tensors; the core knows none of them.
+"""Libraries built on torch: what each needs to work with xla tensors; the core knows none of them.
 
 Each has a file or a folder here, whose `install` replaces something of the library's once the
 library is imported.

@@ -1,5 +1,6 @@
-"""Hugging Face accelerate, which transformers' Trainer and trl compute with: the xla device where
-`device_choice` says so, its generator in checkpoints, and what isn't supported by name.
+"""Hugging Face accelerate: its device, its generator in checkpoints, what isn't supported.
+
+transformers' Trainer and trl compute with it. The device is "xla" where `device_choice` says so.
 
 accelerate starts a process per device. Here it is one process with the one device ``xla:0``; its
 ways to shard a model are refused, as they would do nothing in one process. Read and checked in

@@ -1,4 +1,4 @@
-"""Saving by huggingface_hub: who shares memory with whom, asked of sharded tensors.
+"""huggingface_hub's saving, which looks for sharded tensors that share memory.
 
 It takes a DTensor's local tensor to be the memory, and takes DTensors apart as ``torch.compile``
 does. Ours have one memory, the whole tensor's, and local tensors only where dims divide. Read and

@@ -1,5 +1,7 @@
-"""The generator of the xla device in the checkpoints of libraries, which save those of the devices
-that they know: a file of its own beside theirs."""
+"""Saves the xla generator's state in libraries' checkpoints, as a file of its own.
+
+Those libraries save the generators of the devices that they know.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ray Train starts the processes: its ``JaxTrainer`` places them on machines, TPU slices or GPUs,
-and starts them again when one is lost. Needs ``pip install xla-dtensor[ray]``."""
+"""Ray Train: its ``JaxTrainer`` starts the processes, and restarts them when one is lost.
+
+It places them on machines, TPU slices or GPUs. Needs ``pip install xla-dtensor[ray]``.
+"""
 
 from __future__ import annotations
 

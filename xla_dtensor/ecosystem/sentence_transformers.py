@@ -1,4 +1,4 @@
-"""sentence-transformers: the xla device where `device_choice` says so. Checked in 5.6."""
+"""sentence-transformers on "xla", where `device_choice` says so. Checked in 5.6."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Hugging Face transformers' Trainer, and trl's trainers, which are built on it: the device that
-accelerate has, bfloat16 on it, and its generator in checkpoints. Read and checked in 5.24.0.
+"""Hugging Face transformers' Trainer, and trl's: the device, bfloat16, generator in checkpoints.
+
+Their device is the one that accelerate has. Read and checked in 5.24.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The executors (lazy, strict, batched, abstract, tracing), and which one threads start with.
+"""The executors (lazy, strict, batched, abstract, tracing), and the one that threads start with.
 
 README.md here has the table of them.
 """
@@ -24,8 +24,8 @@ def _choose() -> None:
     may_wait = (
         config.eager == "lazy"
         and at_once is _STRICT
-        and events.observer is None  # wants to see each
-        and not processes.several()  # all must launch the same, whatever their collectors do
+        and events.observer is None  # an observer is called for each operation
+        and not processes.several()  # garbage collection must not change what they launch
     )
     executor.at_once = lambda: at_once
     executor.default = lazy.of_this_thread if may_wait else executor.at_once

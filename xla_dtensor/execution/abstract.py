@@ -1,4 +1,4 @@
-"""The executor of ``xd.abstract``: plans say what results are like; nothing is computed."""
+"""The executor of ``xd.abstract``: results have shape and layout from their plans, no values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""An executor that writes operations down, and launches them as one XLA program (or, on one device
-and outside of a block, as several: `pieces.py`).
+"""`Batch`: an executor that records operations, and launches them as one XLA program.
+
+On one device and outside of a block it launches several programs: `pieces.py`.
 
 Inside `batched()` an operation isn't executed: its plan is written down, and its results are
 `Pending` values in their storages. When the block ends, or somebody looks at one of the values, all
@@ -61,7 +62,7 @@ Codes = tuple[int, ...]
 Bases = tuple[tuple[int, Codes] | None, ...]
 
 
-class Waiting(NamedTuple):
+class WaitingStorage(NamedTuple):
     """A storage whose array a batch will compute, the value that it waits for, and its form."""
 
     storage: Storage
@@ -86,13 +87,13 @@ class Batch(Running):
             ``finish()``; and so does a launch that fails, after which the batch is of no use.
     """
 
-    _takes_known = True  # whether a tensor whose value is known is that as an operand, too
+    _takes_known = True  # whether a storage whose array is known is passed as that array
 
     def __init__(self, all_or_nothing: bool = False) -> None:
         self._all_or_nothing = all_or_nothing
         self._error: BaseException | None = None
-        # Per storage written (by id) what it was: a weak reference to it, its value, its form, and
-        # the first of this batch's values that may be the storage's.
+        # Storages written, by id, to put back if the batch fails: (weak reference, value and form
+        # before, the first of this batch's values that may be the storage's).
         self._replaced: dict[int, tuple[weakref.ref[Storage], Any, Form, int]] = {}
         self._start()
 
@@ -135,7 +136,7 @@ class Batch(Running):
         return result
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
-        # A tensor that gets other memory doesn't find back to what it was.
+        # Launch at once if a tensor gets other memory: that can't be put back if the batch fails.
         arrays: Iterable[Any] = launched(plan, call) if plan.grows else self.add(plan, call)
         return arrays
 
@@ -158,7 +159,7 @@ class Batch(Running):
         if not same.proven:
             self._prove(same, call, leaves, bases)
         state = self._state(call.stream) if plan.random else None
-        # As `Entry(...)` does, which is a further call in Python.
+        # As `Entry(...)`, without the cost of a further call in Python.
         return self._write_down(_new(Entry, (same, leaves, bases, state)))
 
     def summary(self, tensor: Any, form: Form, condition: Condition) -> _Later:
@@ -248,7 +249,7 @@ class Batch(Running):
     def _view(self, view: Any) -> int:
         """The value of a view, of an array or of what is written down."""
         storage, steps = view._storage_, view._steps
-        # Versions come from one counter for all storages: this one names the storage as well.
+        # Versions are unique over all storages, so the version also identifies the storage.
         key = storage.version, steps
         known = self._views.get(key)
         if known is None:
@@ -291,10 +292,10 @@ class Batch(Running):
         if value.__class__ is Pending:
             if value.batch is self:
                 return  # made by this batch, or known already
-            value = storage.array  # another batch's: it would not know the storage any more
+            value = storage.array  # another batch's: launch that, which won't see the storage later
         known = self._replaced.get(id(storage))
-        # It may be known already, and have been written by something else since.
-        # The id may be that of a storage that is gone: hence the look at the reference.
+        # Unless the batch fails as a whole, the value before its latest write counts: others may
+        # have written in between. An id may have been reused, so the reference is compared.
         if not self._all_or_nothing or known is None or known[0]() is not storage:
             self._replaced[id(storage)] = weakref.ref(storage), value, storage.form, self._latest
 
@@ -318,16 +319,16 @@ class Batch(Running):
             if not self._all_or_nothing:
                 self._replaced.clear()
 
-    def _waiting(self) -> list[Waiting]:
+    def _waiting(self) -> list[WaitingStorage]:
         waiting = []
         for value in self._pending:
             storage = value.storage()
             if storage is not None and storage.value is value:
                 # Per-device results live on all devices of the program.
-                waiting.append(Waiting(storage, value, storage.form.placed(self._frame)))
+                waiting.append(WaitingStorage(storage, value, storage.form.placed(self._frame)))
         return waiting
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
         """Compute the values that storages wait for: with their forms and arrays."""
         waiting = self._waiting()
         if not waiting:
@@ -338,13 +339,15 @@ class Batch(Running):
             executable = executables.put(key, fused(self._entries, outputs))
         return self._run(executable, waiting)
 
-    def _run(self, executable: Any, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
+    def _run(
+        self, executable: Any, waiting: list[WaitingStorage]
+    ) -> list[tuple[WaitingStorage, Form, Any]]:
         with jax.enable_x64(True):
-            # The switch is a thread's, and without it JAX makes int64 inputs int32 without a word.
+            # enable_x64 is thread-local, and without it JAX silently makes int64 inputs int32.
             arrays = executable(self._arrays, self._numbers.packed())
         return [(one, one.form, array) for one, array in zip(waiting, arrays, strict=True)]
 
-    def _key(self, waiting: list[Waiting]) -> Any:
+    def _key(self, waiting: list[WaitingStorage]) -> Any:
         outputs = tuple((one.pending.index, one.form) for one in waiting)
         return (tuple(self._entries), outputs), outputs
 
@@ -365,11 +368,11 @@ class Batch(Running):
             storage = reference()
             if storage is None:
                 continue
-            # What was overwritten since by something else is not ours to take back.
+            # Don't put back what something else has overwritten since.
             present = storage.value
             if self._all_or_nothing or (present.__class__ is Pending and present.batch is self):
                 storage.put_back(value, form)
-        for pending in self._pending:  # what the batch has made has no earlier value
+        for pending in self._pending:  # the batch's own results have no earlier value
             pending.fail(error)
         self._replaced.clear()
         self._start()

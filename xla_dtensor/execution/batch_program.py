@@ -1,4 +1,4 @@
-"""From a batch's list of operations to one jitted program, or to a launch of each by itself."""
+"""Makes a batch's list of operations one jitted program, or launches each by itself."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xla_dtensor.forms.views import Step, read_through, with_positions
 from xla_dtensor.lowering.bounds import Condition
 
 # An operand is one integer, index * KINDS + kind.
-ARRAY = 0  # from outside
+ARRAY = 0  # an array from outside of the batch
 VALUE = 1  # computed by the batch
 NUMBERS: dict[type, int] = {int: 2, float: 3, complex: 4}  # Python numbers: inputs, too
 KINDS = 5
 
 
-class Operation(Protocol):
+class BatchOperation(Protocol):
     """What a batch writes down: a `Plan`, or one of the classes below.
 
     Attributes:
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
         bases: of each write through a view the storage's array, and the positions of the view.
     """
 
-    operation: Operation
+    operation: BatchOperation
     leaves: tuple[int, ...]
     bases: tuple[tuple[int, tuple[int, ...]] | None, ...] = ()
     state: tuple[int, int | None] | None = None
@@ -111,7 +111,7 @@ class _Barrier:
     that XLA neither looks through it nor computes it before them."""
 
     results, name = 1, "a barrier"
-    result_forms, base_forms = (None,), ()  # of what it is given
+    result_forms, base_forms = (None,), ()  # nothing is known of its operand
 
     def part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [jax.lax.optimization_barrier(tuple(leaves))[0]]
@@ -219,7 +219,7 @@ class _Unpacked:
         return known
 
 
-class Inputs:
+class BatchInputs:
     """Looks up the arrays and numbers that operands (integer codes) refer to.
 
     Args:
@@ -256,7 +256,7 @@ def computation(
     def batch(arrays: Sequence[Any], numbers: list[Any]) -> list[Any]:
         values: list[Any] = []
         unpacked = dict(zip(NUMBERS.values(), map(_Unpacked, numbers), strict=True))
-        inputs = Inputs(arrays, values, unpacked)
+        inputs = BatchInputs(arrays, values, unpacked)
         for entry in entries:
             state = None if entry.state is None else (inputs.of(entry.state[0]), entry.state[1])
             # Within the program values are logical; padding comes with the outputs.
@@ -301,7 +301,7 @@ def one_by_one(
         failed, or one that needed its results, would have given.
     """
     values: list[Any] = []
-    inputs = Inputs(arrays, values, numbers.by_kind)
+    inputs = BatchInputs(arrays, values, numbers.by_kind)
     remaining = iter(states)
     for entry in entries:
         state = None if entry.state is None else next(remaining)

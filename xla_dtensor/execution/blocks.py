@@ -1,4 +1,4 @@
-"""Context managers: the operations of a block are written down and launched together."""
+"""Context managers: the operations of a block are recorded, and launched together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols of what executors get: a call (overload and arguments), and its plan."""
+"""Protocols of an executor's arguments: a call (overload and arguments), and its plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The default executor: eager operations are written down, and launched together when a value is
-read, at the end of a backward pass, or when there are enough of them, or of the bytes they hold.
+"""`Lazy`, the default executor: eager operations are recorded, and launched together.
+
+They are launched when a value is read, at the end of a backward pass, or when there are enough of
+them, or of the bytes they hold.
 
 Each thread has a batch of its own. What a program does again and again should be one executable
 that is found again, and a deep model's layers one that all of them share. So a batch ends where a
@@ -35,15 +37,15 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import here
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution import value_checks
-from xla_dtensor.execution.batch import Bases, Batch, Codes, Waiting, executables
+from xla_dtensor.execution.batch import Bases, Batch, Codes, WaitingStorage, executables
 from xla_dtensor.execution.batch_program import (
     ARRAY,
     KINDS,
     VALUE,
+    BatchOperation,
     Conversion,
     Entry,
     Failure,
-    Operation,
     fused,
     one_by_one,
 )
@@ -85,7 +87,7 @@ class Lazy(Batch):
         super()._start()
         self._lines: list[Callable[[], str]] = []
         self._rounds = Rounds()
-        self._alone: list[Any] = []  # the values, where the entries were run one by one
+        self._alone: list[Any] = []  # all values, if the entries were run one by one
         self._is_large = False  # whether it has a large result on the default device
         self._held = 0  # bytes of the inputs
 
@@ -131,7 +133,7 @@ class Lazy(Batch):
         if self._held > HELD:
             self.run()
         elif len(self._entries) >= ENOUGH and self._rounds.complete(self._leaves_little):
-            # `run` begins a new batch, which is expected to be this one again.
+            # `run` begins a new batch; expect the same operations in it again.
             following = self._rounds.following
             self.run()
             self._rounds.following = following
@@ -167,7 +169,7 @@ class Lazy(Batch):
             failure.error.add_note(f"in {failure.entry.operation.name}{line()}")
             raise failure.error
 
-    def _put_back_one(self, waiting: Waiting, failure: Failure) -> None:
+    def _put_back_one(self, waiting: WaitingStorage, failure: Failure) -> None:
         """Give a storage whose last write has failed the value of the write before it."""
         storage = waiting.storage
         if storage.value is not waiting.pending:
@@ -187,13 +189,13 @@ class Lazy(Batch):
         else:
             waiting.pending.fail(failure.error)
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
         waiting = self._waiting()
         if not waiting:
             return []
         key, outputs = self._key(waiting)
-        # Apart from those of blocks, which are one program each: a step's bits don't depend on who
-        # came first.
+        # Not the cache of blocks, each of which is one program: else a step's rounding would depend
+        # on which of the two was compiled first.
         known: Cache[Any, Any] = cut_batches if self._frame is None else executables
         executable = known.get(key)
         if executable is None:
@@ -214,12 +216,12 @@ class Lazy(Batch):
             # One by one it shows which operation fails; what doesn't need its results has a value.
             return self._one_by_one(waiting)
 
-    def _one_by_one(self, waiting: list[Waiting]) -> list[tuple[Waiting, Form, Any]]:
+    def _one_by_one(self, waiting: list[WaitingStorage]) -> list[tuple[WaitingStorage, Form, Any]]:
         states = list(map(rng.keyed, self._states))
         with self._outside_of_traces(), jax.enable_x64(True):
             values = one_by_one(self._entries, self._arrays, self._numbers, states)
         self._alone = values
-        # Alone, what is on the default device stays there.
+        # Run one by one, results of the default device stay on it.
         return [(one, one.storage.form, values[one.pending.index]) for one in waiting]
 
     @contextlib.contextmanager
@@ -276,11 +278,11 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._operations: list[Operation] = []
-        self._where: dict[Operation, list[int]] = {}
-        self.following: list[Operation] | None = None
+        self._operations: list[BatchOperation] = []
+        self._where: dict[BatchOperation, list[int]] = {}
+        self.following: list[BatchOperation] | None = None
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: BatchOperation) -> None:
         """The next operation."""
         self._where.setdefault(operation, []).append(len(self._operations))
         self._operations.append(operation)

@@ -1,4 +1,4 @@
-"""The executor of torch's decomposition of an overload, on tracers inside of its program."""
+"""The executor of the operations in torch's decomposition of an overload, on its tracers."""
 
 from __future__ import annotations
 

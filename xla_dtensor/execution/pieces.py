@@ -1,4 +1,4 @@
-"""A batch of one device as several programs, which other batches have as well.
+"""Splits a batch on one device into several programs that other batches can reuse.
 
 One program of a whole forward and backward pass is found again only where all of it comes again:
 the second step of a training, which has momentum, compiled as long as the first, and each token of
@@ -38,10 +38,10 @@ from xla_dtensor.execution.batch_program import (
     KINDS,
     NUMBERS,
     VALUE,
+    BatchOperation,
     Entry,
     Failure,
     Numbers,
-    Operation,
     Outputs,
     ViewRead,
     fused,
@@ -158,9 +158,9 @@ class _Piece:
         self, entries: Sequence[Entry], values: list[int], wanted: list[int], is_exact: bool
     ) -> None:
         self.wanted = wanted
-        # The operands of the batch that are the program's arrays, and by kind those that are its
-        # numbers; of its random operations those that are a generator's state, each with how many
-        # operations come between. By operand of the batch the program's own.
+        # Operands of the batch that are the program's arrays; by kind those that are its numbers;
+        # the generators' states of its random operations, each with the operations in between; and
+        # the program's operand for each of the batch's.
         self._sources: list[int] = []
         self._numbers: dict[int, list[int]] = {kind: [] for kind in NUMBERS.values()}
         states = [entry.state for entry in entries if entry.state is not None]
@@ -234,8 +234,8 @@ class Pieces:
         forms = [form for entry in entries for form in _forms(entry.operation)]
         self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
         self._is_new = True
-        # Each with the values that no later one needs. From the last to the first: what later ones
-        # need is known then.
+        # (piece, values that no later piece needs). Made from the last to the first, so that what
+        # later ones need is known.
         self._pieces: list[tuple[_Piece, list[int]]] = []
         needed = set(self._outputs)
         for members, is_exact in reversed(_cut(entries, firsts, arrays, needed)):
@@ -261,7 +261,7 @@ class Pieces:
     def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
         """Compile what nobody has compiled, several programs at a time."""
         if sum(piece.program.is_new for piece, _ in self._pieces) < 2:
-            return  # the call compiles it
+            return  # a single one is compiled by its call
         begun = []
         with _without_finalizers():
             for piece, _ in self._pieces:
@@ -336,7 +336,7 @@ def _cut(
     return pieces
 
 
-def _may_have_effects(operation: Operation) -> bool:
+def _may_have_effects(operation: BatchOperation) -> bool:
     """Whether it may be something besides its values: code of the user's."""
     run = getattr(operation, "run", None)
     return run is not None and not run.is_ours
@@ -376,7 +376,7 @@ def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool
         yield all(own) and entry.state is None and all(map(operand_is, _operands(entry)))
 
 
-def _forms(operation: Operation) -> list[Form]:
+def _forms(operation: BatchOperation) -> list[Form]:
     """The forms of its values."""
     forms = [*filter(None, operation.result_forms), *operation.base_forms]
     assert len(forms) == operation.results, operation.name

@@ -1,4 +1,4 @@
-"""The base of all executors: check what may refuse, compute everything, then write.
+"""`Running`, the base of all executors: check, compute all results, then write.
 
 In this order a call that fails has written nothing.
 """
@@ -15,9 +15,9 @@ import torch
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.execution import several
-from xla_dtensor.execution.become import become, check_become, refuse_shared
 from xla_dtensor.execution.interfaces import Call, Plan
 from xla_dtensor.execution.on_host import on_host
+from xla_dtensor.execution.set_data import check_set_data, refuse_shared, set_data
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
@@ -42,7 +42,7 @@ class Running(executor.Executor):
         simple = False
         if plan.mutated:
             mutated = [call.leaves[i] for i in plan.mutated]
-            simple = len(mutated) == 1 and not plan.grows  # the write itself asks
+            simple = len(mutated) == 1 and not plan.grows  # `Storage.write` checks it
             if not simple:
                 _check_writes(plan, mutated)
         if plan.conditions and plan.run is not None:
@@ -93,7 +93,7 @@ def launched(plan: Plan, call: Call) -> Any:
         with jax.enable_x64(True):
             return plan.same.eager(rng.keyed(state), leaves, bases)
     except BaseException:
-        # A call that fails has drawn nothing, so what is drawn next is what it would have been.
+        # A call that fails must not advance the generator, as in torch.
         call.stream.give_back(state)
         raise
 
@@ -110,12 +110,12 @@ def _check_writes(plan: Plan, mutated: list[Any]) -> None:
                 tensor._storage_.check_write()
         else:
             refuse_shared(tensor, plan.name, grown.shape)
-            check_become(tensor, plan.name)
+            check_set_data(tensor, plan.name)
 
 
 def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
     if not plan.grows:
-        # Not strict: without data `arrays` never ends.
+        # Not strict: for tensors without data `arrays` is an endless iterator of None.
         for tensor, array, form in zip(mutated, arrays, plan.base_forms, strict=False):
             tensor._storage_.write(array, form)
         return
@@ -127,4 +127,4 @@ def _write(plan: Plan, mutated: list[Any], arrays: Iterator[Any]) -> None:
         if grown is None:
             tensor._storage_.write(value, form)
         else:
-            become(tensor, value, plan.name)
+            set_data(tensor, value, plan.name)

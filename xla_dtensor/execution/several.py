@@ -1,6 +1,4 @@
-"""Eager calls in several processes: a process's own tensors join those on all devices, and the
-processes agree on what they execute.
-"""
+"""Eager calls in several processes: all must execute the same, and may mix in their own tensors."""
 
 from __future__ import annotations
 

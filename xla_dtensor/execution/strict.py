@@ -1,4 +1,4 @@
-"""The executor that launches each operation at once (``xd.config.eager``)."""
+"""`Strict`: the executor that launches each operation at once (``xd.config.eager``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of the executors whose operations run on JAX tracers, as parts of a larger program."""
+"""`Tracing`: the base of executors that run operations on JAX tracers, in a larger program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Tracing(Running):
         return None
 
     def joins(self, call: Call) -> bool:
-        return False  # what a step takes in is where it is
+        return False  # inputs of a step stay on their devices
 
     def place(self, storage: Any, frame: Any) -> None:
         """In a program everything is on its devices."""

@@ -95,7 +95,7 @@ def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> 
                 continue
             array = read(leaf)
             if not arrays.is_here(array):
-                # Not by what is ready: all processes have to do the same.
+                # Not `is_ready`, which differs between processes: all have to do the same.
                 _look_later(one, leaf)
                 continue
             if one.size > AWAITED and (one.size > ON_HOST or not array.is_ready()):
@@ -162,7 +162,7 @@ def trace(checked: tuple[Checked, ...], call: Any, trace: Any) -> None:
     """Make the checks of a call outputs of the compiled step that is being traced."""
     for one in checked:
         leaf, form = call.leaves[one.leaf], one.form
-        if isinstance(leaf, int) and not is_number(leaf):  # an input would become a constant
+        if isinstance(leaf, int) and not is_number(leaf):  # a symbolic one would become a constant
             check((one,), call)
         if trace.assertions is None or not isinstance(leaf, torch.Tensor):
             continue

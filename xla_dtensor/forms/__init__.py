@@ -1,2 +1,1 @@
-"""How tensors lie in arrays: their physical form, the array behind them, views of it, and what each
-device holds of it."""
+"""How tensors lie in arrays: form, storage, views, and each device's part."""

@@ -183,7 +183,7 @@ class Form:
         if not self.offset:
             return self
         known = self._at_start
-        if known is None or (known.frame and not known.frame.is_current):  # by now it is cut finer
+        if known is None or (known.frame and not known.frame.is_current):  # since refined
             known = self._at_start = self._with(offset=0)
         return known
 

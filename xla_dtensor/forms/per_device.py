@@ -51,7 +51,7 @@ def over_devices(
     assert frame is not None
     if not sharded:
         return _by_shard_map(function, varying, axes, frame)
-    # The first axis is the outermost, so it is mapped last.
+    # The first leading axis is the outermost, so its vmap comes last.
     for i in reversed(range(len(axes))):
         function = jax.vmap(
             function,
@@ -79,8 +79,8 @@ def _by_shard_map(
         mesh=frame.jax_mesh,
         in_specs=tuple(spec(*own) for own in varying),
         out_specs=spec(*axes),
-        # A lowering's loops begin with constants, which don't vary, and go on with values that do:
-        # JAX's check takes that for an error.
+        # Loops in lowerings start from constants, which don't vary, and carry values that do: JAX's
+        # check calls that an error.
         check_vma=False,
     )
 

@@ -1,4 +1,4 @@
-"""Reads tensors: the storage's array, or of a view the array that its steps make of that."""
+"""Reads tensors: the storage's array, or for a view the array that its view steps give."""
 
 from __future__ import annotations
 

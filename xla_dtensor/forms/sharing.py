@@ -1,4 +1,4 @@
-"""The lock of threads that share tensors: nobody reads an array that a compiled step is donating.
+"""The lock that keeps a thread from reading an array that a compiled step is donating.
 
 A step gives the memory of what it overwrites to XLA, which refuses such an array afterwards, or
 ends the process. So a thread holds `lock` from the look at a storage to the launch that reads its
@@ -15,8 +15,8 @@ from typing import Any
 
 from xla_dtensor.runtime import processes
 
-# One for all batches, not one for each: of two threads, each in a batch and reading what the other
-# has written down, neither would ever go on.
+# One lock for all batches: with one for each, two threads that each read what the other's batch
+# has pending would deadlock.
 lock = threading.RLock()
 
 _looked_at: list[Any] = []
@@ -24,7 +24,8 @@ _looked_at: list[Any] = []
 
 def launching() -> AbstractContextManager[Any]:
     """A block that reads storages' arrays and launches what computes with them."""
-    # A launch may wait for the other processes, and they for another thread of this one.
+    # None in several processes: a launch may wait for other processes, and those for another
+    # thread of this one.
     return nullcontext() if processes.several() else lock
 
 

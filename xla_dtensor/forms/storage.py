@@ -67,7 +67,7 @@ class Pending:
 _versions = itertools.count(1)
 
 
-class _Seat:
+class _Alive:
     """What a tensor holds as long as it sees a storage. It is referred to weakly in place of the
     tensor, which torch couldn't swap for another then (``module.half()``)."""
 
@@ -75,38 +75,39 @@ class _Seat:
 
 
 class _Viewers:
-    """The seats that are taken. Free ones are thrown away whenever their number has doubled.
+    """Weak references to the tokens of the tensors that see a storage. Dead ones are dropped
+    whenever their number has doubled.
 
     Args:
-        unknown: whether there is a tensor without a seat.
+        unknown: whether there is a tensor without a token.
     """
 
-    __slots__ = ("_full", "_seats", "_unknown")
+    __slots__ = ("_full", "_tokens", "_unknown")
 
     def __init__(self, unknown: bool = False) -> None:
-        self._seats: list[weakref.ref[_Seat]] = []
+        self._tokens: list[weakref.ref[_Alive]] = []
         self._unknown = unknown
         self._full = 16
 
-    # For every view that is made, so without a lock: appending needs none, and the rest of the list
-    # stays in place while others append.
+    # Called for every view, so without a lock: list.append is atomic, and the rest of the list
+    # stays in place meanwhile.
     def add(self, tensor: Any) -> None:
-        tensor._seat = seat = _Seat()
-        seats = self._seats
-        seats.append(weakref.ref(seat))
-        if len(seats) >= self._full:
+        tensor._alive = token = _Alive()
+        tokens = self._tokens
+        tokens.append(weakref.ref(token))
+        if len(tokens) >= self._full:
             with _sharing_lock:
-                for i in reversed(range(len(seats))):
-                    if seats[i]() is None:
-                        del seats[i]
-                self._full = max(16, 2 * len(seats))
+                for i in reversed(range(len(tokens))):
+                    if tokens[i]() is None:
+                        del tokens[i]
+                self._full = max(16, 2 * len(tokens))
 
     def others(self, tensor: Any) -> bool:
-        own = tensor._seat
-        return self._unknown or any(seat() not in (None, own) for seat in self._seats)
+        own = tensor._alive
+        return self._unknown or any(token() not in (None, own) for token in self._tokens)
 
     def __len__(self) -> int:
-        return len(self._seats)
+        return len(self._tokens)
 
 
 ONE_VIEWER = object()
@@ -171,8 +172,8 @@ class Storage:
         self.refuses_writes = None
         if array.__class__ is Pending:
             array.storage = weakref.ref(self)
-            return  # no trace writes down
-        within = executor.enclosing()  # the default executors ask for no storage
+            return  # only a batch makes pending values, never a trace
+        within = executor.enclosing()  # the default executors don't track storages
         if within is not None:
             within.created(self)
 
@@ -252,7 +253,7 @@ class Storage:
         if self.refuses_writes is not None:
             raise UnsupportedOpError(self.refuses_writes)
 
-    # The order matters in `write`: a trace, and a batch, must see the storage as it was.
+    # In `write` the executor comes first: a trace or batch has to note the storage as it was.
     def write(self, array: jax.Array | Pending, form: Form) -> None:
         """Replace the value; all tensors on this storage see it.
 
@@ -261,7 +262,7 @@ class Storage:
         """
         if self.refuses_writes is not None:
             self.check_write()
-        if array.__class__ is Pending:  # no trace writes down
+        if array.__class__ is Pending:  # only a batch makes these, never a trace
             array.batch.replaces(self)
             array.storage = weakref.ref(self)
         else:

@@ -19,7 +19,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
-from xla_dtensor.lowering.context import Place, at, here
+from xla_dtensor.lowering.context import Target, at, here
 from xla_dtensor.lowering.ops.view import put_changes
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ViewStep:
     op: Any = field(default=None, compare=False)
 
     def __hash__(self) -> int:
-        # Made once: with each operation on a view something is looked up by its steps.
+        # Cached: each operation on a view looks something up by its view steps.
         known: int | None = self.__dict__.get("_hash")
         if known is None:
             compared = (field.name for field in dataclasses.fields(self) if field.compare)
@@ -128,7 +128,7 @@ class PositionStep(ViewStep):
     start: Any = None
     left_open: PositionStep | None = field(default=None, compare=False)
 
-    __hash__ = ViewStep.__hash__  # or the decorator would make another one
+    __hash__ = ViewStep.__hash__  # @dataclass would make another one
 
     def starting_at(self, start: Any) -> PositionStep:
         """This step, left open, with a start."""
@@ -223,7 +223,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
         the logical value, behind the axes along which it varies.
     """
     if isinstance(steps[0], CrossingStep):
-        # What devices hold: the array as it is, with the leading axes of pending reductions.
+        # A view of what devices hold starts from the array as it is, with its leading axes.
         base = form.fetched(base)
     else:
         base = logical(base, form)
@@ -240,7 +240,7 @@ def read_through(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Ar
 def _on_devices_of(form: Form) -> AbstractContextManager[None]:
     """Lowerings of views are told how many devices there are."""
     devices = 1 if form.frame is None else len(form.frame.device_ids)
-    return at(Place(here().platform, devices=devices))
+    return at(Target(here().platform, devices=devices))
 
 
 def _uneven_dims_whole(base: jax.Array, form: Form, steps: tuple[Step, ...]) -> jax.Array:
@@ -296,7 +296,7 @@ def write_through(
         the new logical value, which varies along all of ``axes`` that aren't the mesh's own.
     """
 
-    # With what it returns, the axes along which that varies, and the bytes of the narrowest type.
+    # Returns the new value, the axes along which it varies, and the narrowest dtype's itemsize.
     def write(
         base: jax.Array, form: Form, steps: tuple[Step, ...]
     ) -> tuple[jax.Array, tuple[str, ...], int]:

@@ -1,4 +1,4 @@
-"""Every place where torch is told about xla meshes. Each does nothing for other device types.
+"""Installs every hook into torch. Each does nothing for other device types.
 
 Checked on torch 2.13.0.
 """

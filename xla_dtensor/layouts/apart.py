@@ -1,5 +1,4 @@
-"""Values whose dims are kept apart where reshapes join them (`joined.py`), and the walk through a
-jaxpr that keeps them."""
+"""The walk of `joined.py` over a jaxpr, and values that it keeps with dims unmerged."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from xla_dtensor.layouts.factors import shape_of
 
 Sizes = tuple[int, ...]
 
-Rule = Callable[["Walk", Any], bool]
+Rule = Callable[["JaxprWalk", Any], bool]
 """Adds what takes the place of an equation some of whose operands are apart, or says that it
 can't."""
 
-# Of a weight these give the weight, as it lies. (A reshape or a broadcast of one is made by the
-# program, and may be laid out anew.)
+# Applied to an input (a weight) these keep its layout. (The result of a reshape or a broadcast of
+# one is computed by the program, and may be laid out anew.)
 _AS_GIVEN = ("pin", "transpose", "convert_element_type", "copy")
 
 
@@ -47,7 +46,7 @@ class Apart:
         return [*range(start, start + len(self.dims[dim]))]
 
 
-class Walk:
+class JaxprWalk:
     """A walk through the equations of a jaxpr, in order, that makes others of some of them.
 
     Args:
@@ -211,7 +210,7 @@ class Walk:
 
     def _call(self, equation: Any) -> None:
         inner = called(equation)
-        if inner.constvars:  # arrays, which have no variable here
+        if inner.constvars:  # constants of the inner jaxpr have no variable in the outer one
             self.made.append(equation.replace(invars=[*map(self.whole, equation.invars)]))
             return
         own = dict(zip(inner.invars, equation.invars, strict=True))
@@ -228,7 +227,7 @@ class Walk:
         closed = equation.params.get("jaxpr")
         if equation.primitive.name not in (*CALLS, "scan") or not isinstance(closed, ClosedJaxpr):
             return equation
-        walk = Walk(self._rule, self._devices, self._in_doubt)
+        walk = JaxprWalk(self._rule, self._devices, self._in_doubt)
         inner = walk.of(closed.jaxpr)
         self.doubts |= walk.doubts
         if inner is closed.jaxpr:

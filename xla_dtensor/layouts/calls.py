@@ -1,4 +1,4 @@
-"""Equations that call a function: as if the function's equations stood in their place."""
+"""Inlines equations of a jaxpr that call a function."""
 
 from __future__ import annotations
 

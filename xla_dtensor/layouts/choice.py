@@ -1,4 +1,4 @@
-"""The layouts chosen for a jaxpr: how mesh axes cut its values and nodes, and what that moves."""
+"""The layouts chosen for a jaxpr: mesh axes of its values and nodes, and the bytes that move."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Choice:
         self.states: dict[Group, dict[Unit, State]] = {}
         self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
         self.options: dict[Unit, list[list[Factor]]] = {}
-        self._known: dict[Group, DimAxes] = {}  # what the states say, as far as was asked
+        self._known: dict[Group, DimAxes] = {}  # each group's layout by `states`, cached
 
     def copy(self) -> Choice:
         """The same, to be changed."""

@@ -97,7 +97,7 @@ def choose(
     given += [group.known for group in graph.groups() if group.known is not None]
     used = {axis for axes in given for names in axes for axis in names}
     units = units_of({axis: size for axis, size in sizes.items() if size > 1}, given)
-    if sought is not None:  # an axis may shard what another that shards the batch, too, doesn't
+    if sought is not None:  # parameters may use any axis, and each axis by itself
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
     chooser = _Chooser(graph, sizes, given, units, batches, used, scattered)
     chooser.settle(chooser.start())
@@ -132,7 +132,7 @@ class _Chooser:
         self._graph, self._batches, self._scattered = graph, batches, scattered
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._units = tuple(units)
-        # Pairs of axes that one of the layouts has on one dim.
+        # Pairs of axes that shard one dim together in one of the given layouts.
         self._together = {
             pair for axes in given for names in axes for pair in itertools.permutations(names, 2)
         }
@@ -176,7 +176,7 @@ class _Chooser:
         """Choose anew how axes cut, but for one that was chosen just now, as long as that is
         cheaper: an axis is chosen by what it costs with the others as they are, and that is nearly,
         but not quite, the price of all of them."""
-        stale = {*self._units} - {fresh}  # chosen before others were as they are now
+        stale = {*self._units} - {fresh}  # units whose choice was made before the others changed
         price = self.choice.price()
         for unit in [*self._units] * ROUNDS:
             if unit in stale and self.choice.found:
@@ -184,7 +184,7 @@ class _Chooser:
                 before, self.choice = self.choice, self.choice.copy()
                 self.choice.found = self._choose(unit)
                 new = self.choice.price()
-                # What memory is short of isn't in the price of what is chosen for that.
+                # A choice that saves memory is kept though it costs more: prices lack memory.
                 if new < price or (self._points and before.states != self.choice.states):
                     price, stale = new, {*self._units} - {unit}
                 else:
@@ -227,7 +227,7 @@ class _Axis:
         self._choice, self._unit, self._together = choice, unit, together
         self.always, self.scattered = always, scattered
         self.size, self.counts_work = choice.size(unit), unit[0] in choice.used
-        # By kind the number of a node: those of a kind are cut alike.
+        # One node of each kind: equal nodes are cut alike (`folding.py`).
         self._some = {kind: n for n, kind in enumerate(choice.graph.folds.kind_of_node)}
         self.free_dims = functools.cache(self._free_dims)
         self.local_bytes = functools.cache(self._local_bytes)

@@ -1,4 +1,4 @@
-"""A jaxpr in which XLA is asked for the layouts that were chosen."""
+"""Adds sharding constraints for the chosen layouts to a jaxpr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.factors import is_elementwise
 from xla_dtensor.layouts.parts import DimAxes
 from xla_dtensor.mesh import Frame
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 
 
 def constrained(jaxpr: Any, choice: Choice, frame: Frame) -> Any:
@@ -90,9 +90,9 @@ class _Constrain:
                 if axes is not None:
                     given = choice.given(numbers, result)
                     ways = [self._sharding(axes)]
-                    # Else XLA may gather an operand in place of what is made of it; and cut what
-                    # an equation is written out to: a running sum's many steps, or a transform
-                    # along its own dim, at which XLA may end the process.
+                    # Else XLA may gather an operand rather than the result. And it may cut the
+                    # operations that an equation is lowered to: the many steps of a running sum,
+                    # or a Fourier transform's own dim, at which it may end the process.
                     is_many = name in ("prefix_scan", "transform") and given != axes
                     if given is not None:
                         ways = [*self._way(result, given, axes), *ways]
@@ -112,7 +112,7 @@ class _Constrain:
         found: set[Any] = set()
         if sum(size > 1 for size in self._frame.sizes.values()) > LOOSE_AXES:
             return found
-        of = self._choice.graph.value  # a pin's result is its operand
+        of = self._choice.graph.value  # one value for a pin's result and its operand
         bound = set(map(of, to_give))
         for equation in equations:
             if self._is_plain(equation):
@@ -176,7 +176,9 @@ class _Constrain:
 
     def _way(self, value: Any, before: DimAxes, after: DimAxes) -> list[NamedSharding]:
         """Where a value lies on its way from one layout to another; mostly nowhere else."""
-        way = waypoints(self._frame, before, after) or self._cut_first(value, before, after)
+        way = intermediate_shardings(self._frame, before, after) or self._cut_first(
+            value, before, after
+        )
         return way or self._turned(before, after)
 
     def _turned(self, before: DimAxes, after: DimAxes) -> list[NamedSharding]:

@@ -1,4 +1,4 @@
-"""The least sum of functions of one or two variables each, as far as elimination gives it.
+"""Variable elimination: minimises a sum of functions of one or two variables each, if it can.
 
 A variable that has a function with no more than two others can go: for each pair of their values
 its own best value is known, and what that costs is a function of these two. So a chain of any

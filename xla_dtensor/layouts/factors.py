@@ -1,5 +1,6 @@
-"""What one mesh axis may do to an equation of a jaxpr: which dims of its operands and results it
-can shard together, so that each device computes its part without asking the others.
+"""Factors: which dims of an equation's operands and results a mesh axis can shard together.
+
+Each device then computes its part without asking the others.
 
 A `Factor` is such a set of dims. Those of an einsum are its letters: ``b m k, b k n -> b m n`` has
 four, of which ``k`` leaves each device with a part of a sum. Shardy calls them so, too, in its

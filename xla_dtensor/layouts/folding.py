@@ -1,4 +1,4 @@
-"""Equal layers as one: what a graph has many times is chosen once.
+"""Folds equal layers of a graph into one, so that their layouts are chosen once.
 
 Groups that look alike, with all that is near them, become one group: layers of one size are told
 apart by nothing. Nodes between the same groups then are one node that counts several times. How
@@ -68,7 +68,7 @@ class _Colours:
             if v is not None
         }
         self._times = {v: n.times for n in nodes for v in n.operands if v is not None}
-        # What a move of a value costs hangs on its own bytes: a group may be of several dtypes.
+        # The cost of a move depends on the value's own bytes: a group may have several dtypes.
         self._moved = {v: (times, nbytes_of(v.aval)) for v, times in self._times.items()}
         self._of_group = _numbers([_of_group(group) for group in self._groups])
         self._of_node = _numbers([_of_node(node) for node in nodes])
@@ -118,7 +118,7 @@ class _Colours:
         kinds = self._seen_from_nodes()
         counts, some = Counter(kinds), dict(zip(kinds, self._nodes, strict=True))
         nodes = [(some[kind], counts[kind] * some[kind].times) for kind in range(len(counts))]
-        # A value's group is part of what it is.
+        # Values are alike only if their groups are.
         both = [(self._of_group[self._group[v]], own) for v, own in self._of_value.items()]
         kind_of_value = dict(zip(self._of_value, _numbers(both), strict=True))
         moved: Counter[int] = Counter()

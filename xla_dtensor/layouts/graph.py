@@ -1,4 +1,4 @@
-"""A jaxpr as a graph of what has to be laid out: groups of values, and the nodes between them.
+"""A jaxpr as a graph to be laid out: groups of values, and the nodes between them.
 
 Values of which an elementwise equation makes another lie alike, or it would communicate: they are
 one *group*, with one layout. So a residual stream is a group, through all layers, and a parameter
@@ -61,8 +61,8 @@ class Graph:
         self.unknown: set[str] = set()
         self._groups: dict[Any, Group] = {}
         self._same: dict[Any, Any] = {}
-        self._by_rule: dict[Any, DimAxes] = {}  # of variables: how the last pin before has them
-        self._outermost: Any = None  # of the calls that the equations stand in
+        self._by_rule: dict[Any, DimAxes] = {}  # a variable's layout by the last pin on it
+        self._outermost: Any = None  # the outermost call around the present equations
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))
         for first, *others in sought or ():
@@ -288,8 +288,8 @@ class Graph:
             found = [] if is_empty else factors(equation)
             source = self.group(operands[0]) if operands else None
             if found is None or is_cut_into(equation, source, self._sizes):
-                # XLA is to choose: nothing is said of its results, and of operands what their rule
-                # says, without which XLA may end the process (Fourier transforms).
+                # XLA chooses: no constraint on the results, and on operands only their rule's pin,
+                # without which XLA may end the process (Fourier transforms).
                 self.unknown |= {name} if found is None else set()
                 for atom, operand in zip(equation.invars, operands, strict=True):
                     wanted = None if isinstance(atom, Literal) else self._by_rule.get(atom)
@@ -345,7 +345,7 @@ class Graph:
             return
         known = dim_axes(equation.params["sharding"], len(group.shape), self._sizes)
         if known is None:
-            # On another mesh of the same devices, or of some dims alone.
+            # A constraint on another mesh of the same devices, or on some dims alone.
             group.is_free = True
             return
         group.known = known
@@ -377,7 +377,7 @@ class Graph:
             self._add(equation, [variable], [other], of_broadcast(one.shape, two.shape))
             return
         if one.known is not None and two.known is not None and one.known != two.known:
-            # It moves before: what it meets lies where the result does.
+            # It moves before the operation: the other operand lies as the result does.
             self._add(equation, [variable], [], required=two.known)
             return
         one.within = two

@@ -1,4 +1,4 @@
-"""An integer program, and HiGHS to solve it (https://highs.dev)."""
+"""An integer program, and its solution by HiGHS (https://highs.dev)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 20.0
 
 
 @dataclass
-class Program:
+class IntegerProgram:
     """An integer program in the making: costs of variables from 0 to 1, and bounds of sums of them,
     a row for each."""
 
@@ -63,7 +63,7 @@ class Program:
     def solve(self) -> Any:
         """The variables' values; None if none were found."""
         if not self.costs:
-            return np.zeros(0)  # all is XLA's
+            return np.zeros(0)  # nothing to choose: XLA chooses all
 
         import highspy
 
@@ -82,7 +82,7 @@ class Program:
             solver.setOptionValue(name, value)
         solver.passModel(program)
         whole = np.array(self.whole, np.int32)
-        # Without the demand that choices be whole they nearly always are, in half the time.
+        # The relaxation first: it takes half the time, and its solution is nearly always integral.
         for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
             solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
             solver.run()

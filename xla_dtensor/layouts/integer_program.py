@@ -1,5 +1,7 @@
-"""How one mesh axis cuts a graph, as an integer program: which dim of each group it shards, and by
-which factor it cuts each node, so that what is moved costs least.
+"""The choice of how one mesh axis cuts a graph, as an integer program.
+
+It says which dim of each group the axis shards, and by which factor it cuts each node, so that what
+is moved costs least.
 
 A group's *state* is the dim that the axis shards, or none; so is that of an operand as a node wants
 it and of a result as the node gives it. Between the two stands the price of the move.
@@ -26,7 +28,7 @@ import numpy as np
 from xla_dtensor.layouts.eliminate import Sum
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.highs import Program
+from xla_dtensor.layouts.highs import IntegerProgram
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
@@ -98,7 +100,7 @@ class _Ways:
     ends: list[_End]
 
 
-class Axis(Protocol):
+class AxisCosts(Protocol):
     """An axis, with all others as they are.
 
     Attributes:
@@ -148,7 +150,7 @@ class AxisChoice:
         found: whether there is a solution.
     """
 
-    def __init__(self, graph: Graph, axis: Axis, points: Sequence[Point] = ()) -> None:
+    def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
         self._graph, self._axis = graph, axis
         self._states: dict[Group, list[State]] = {}
         self._sum: Sum[Group] = Sum()
@@ -217,7 +219,7 @@ class AxisChoice:
         options += [f for f in node.factors if self._is_possible(kind, f, operands, results)]
         if self._axis.always and node.work and len(options) > 1:
             del options[0]
-        # An axis that nobody uses isn't taken for nothing: collectives have more devices then.
+        # A small cost for an otherwise unused axis: it would make collectives larger for nothing.
         taken = 0.0 if self._axis.counts_work else _PREFERENCE
         costs = [0.0 if option is _NOTHING else taken for option in options]
         if node.work and results[0] is not None and self._axis.counts_work:
@@ -293,7 +295,7 @@ class AxisChoice:
         moves = [collective(before, after, end.nbytes, self._axis.size)]
         for beside in end.others:
             if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
-                continue  # one sum along all of them
+                continue  # one all-reduce along all axes
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
             moves.append(collective(beside.before, beside.after, nbytes, beside.size))
@@ -303,7 +305,7 @@ class AxisChoice:
 
     def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
         """Choose for what wasn't eliminated."""
-        program = Program()
+        program = IntegerProgram()
         variables: dict[Group, list[int]] = {}
         for group in self._states:
             if group in self._sum.own:
@@ -328,7 +330,7 @@ class AxisChoice:
 
     def _put(
         self,
-        program: Program,
+        program: IntegerProgram,
         ways: _Ways,
         variables: Mapping[Group, list[int]],
         moves: dict[Any, int],
@@ -341,7 +343,7 @@ class AxisChoice:
             for state, variable in zip(end.states, chosen, strict=True):
                 by_state.setdefault(state, []).append(variable)
             own = self._states[end.group]
-            # Where a side has one state the other says which pair it is.
+            # If one side has one state only, the other side's variable is the pair's.
             pairs = [[[*both] for both in by_state.values()]]
             if len(own) > 1 and len(by_state) == 1:
                 pairs = [[[variable]] for variable in variables[end.group]]
@@ -360,7 +362,7 @@ class AxisChoice:
                         for variable in cases:
                             program.costs[variable] += cost
                     else:
-                        # Wherever the value comes from, it is there for all who want it so.
+                        # One move serves all nodes that want the value so: it is paid once.
                         key = end.value, other, cost
                         if key not in moves:
                             moves[key] = program.variable(cost)
@@ -369,7 +371,7 @@ class AxisChoice:
 
     def _bound(
         self,
-        program: Program,
+        program: IntegerProgram,
         variables: Mapping[Group, list[int]],
         allowed: float,
         groups: Mapping[Group, float],

@@ -1,4 +1,4 @@
-"""Dims that a program joins are kept apart for as long as nobody needs them as one.
+"""Removes reshapes that merge dims from a jaxpr, until an equation needs the merged dim.
 
 ``torch.matmul`` and ``einsum`` make a product in one batch of one in several: they join the batch
 and the heads, ``[B, H, L, D] -> [B * H, L, D]``, and split them again behind it. Where devices have
@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xla_dtensor.layouts.apart import Apart, Rule, Sizes, Walk, common, flat
+from xla_dtensor.layouts.apart import Apart, JaxprWalk, Rule, Sizes, common, flat
 from xla_dtensor.layouts.factors import is_elementwise, shape_of
 from xla_dtensor.layouts.parts import of_spec
 
@@ -33,7 +33,7 @@ def kept_apart(jaxpr: Any, devices: Sequence[int]) -> list[Any]:
     Args:
         devices: along each mesh axis.
     """
-    walks = [Walk(_rule_of, devices, in_doubt) for in_doubt in (True, False)]
+    walks = [JaxprWalk(_rule_of, devices, in_doubt) for in_doubt in (True, False)]
     found = walks[0].of(jaxpr)
     return [found, walks[1].of(jaxpr)] if walks[0].doubts else [found]
 
@@ -43,7 +43,7 @@ def _rule_of(equation: Any) -> Rule | None:
     return rule or (_elementwise if is_elementwise(equation) else None)
 
 
-def _finest(walk: Walk, atoms: Sequence[Any]) -> list[Sizes] | None:
+def _finest(walk: JaxprWalk, atoms: Sequence[Any]) -> list[Sizes] | None:
     """For each dim of values of one shape (some of length 1 there) the parts into which it has to
     be taken apart so that it has the parts that it has in each of them; None if there are none."""
     found: list[Sizes] = []
@@ -67,31 +67,31 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @_rule("bitcast_convert_type", "scattered", "reshard")
-def _needs_them_joined(walk: Walk, equation: Any) -> bool:
+def _needs_them_joined(walk: JaxprWalk, equation: Any) -> bool:
     return False
 
 
-def _elementwise(walk: Walk, equation: Any) -> bool:
+def _elementwise(walk: JaxprWalk, equation: Any) -> bool:
     whole = [atom for atom in equation.invars if shape_of(atom)]
     dims = None if any(map(walk.is_given, whole)) else _finest(walk, whole)
     if dims is None:
         return False
     operands = []
     for atom in equation.invars:
-        ones = zip(shape_of(atom), dims, strict=False)  # of length 1 for as many as others have
+        ones = zip(shape_of(atom), dims, strict=False)  # a 1 splits into 1s
         own = [sizes if n != 1 else (1,) * len(sizes) for n, sizes in ones]
         operands.append(walk.split(atom, own) if own else walk.whole(atom))
     return walk.puts(operands, *[dims] * len(equation.outvars))
 
 
 @_rule("optimization_barrier")
-def _barrier(walk: Walk, equation: Any) -> bool:
+def _barrier(walk: JaxprWalk, equation: Any) -> bool:
     values = [walk.has(atom) for atom in equation.invars]
     return walk.puts([v.variable for v in values], *(v.dims for v in values))
 
 
 @_rule("pin")
-def _pin(walk: Walk, equation: Any) -> bool:
+def _pin(walk: JaxprWalk, equation: Any) -> bool:
     """Axes that shard several dims as one shard the first of them, if they can."""
     value, sharding = walk.has(equation.invars[0]), equation.params["sharding"]
     devices = sharding.mesh.shape
@@ -107,7 +107,7 @@ def _pin(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("transpose")
-def _transpose(walk: Walk, equation: Any) -> bool:
+def _transpose(walk: JaxprWalk, equation: Any) -> bool:
     value, order = walk.has(equation.invars[0]), equation.params["permutation"]
     dims = [value.dims[d] for d in order]
     places = [place for d in order for place in value.places(d)]
@@ -115,7 +115,7 @@ def _transpose(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("squeeze")
-def _squeeze(walk: Walk, equation: Any) -> bool:
+def _squeeze(walk: JaxprWalk, equation: Any) -> bool:
     value, gone = walk.has(equation.invars[0]), equation.params["dimensions"]
     dims = [sizes for d, sizes in enumerate(value.dims) if d not in gone]
     walk.gives(equation.outvars[0], value.variable, dims)
@@ -123,11 +123,11 @@ def _squeeze(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("broadcast_in_dim")
-def _broadcast(walk: Walk, equation: Any) -> bool:
+def _broadcast(walk: JaxprWalk, equation: Any) -> bool:
     params, value = equation.params, walk.has(equation.invars[0])
     dims: list[Sizes] = [(n,) if n != 1 else () for n in params["shape"]]
     for d, to in enumerate(params["broadcast_dimensions"]):
-        if value.dims[d]:  # not of length 1
+        if value.dims[d]:  # () for a dim of length 1
             dims[to] = value.dims[d]
     starts = [*itertools.accumulate(map(len, dims), initial=0)]
     places = [
@@ -140,7 +140,7 @@ def _broadcast(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
-def _reduce(walk: Walk, equation: Any) -> bool:
+def _reduce(walk: JaxprWalk, equation: Any) -> bool:
     value, axes = walk.has(equation.invars[0]), equation.params["axes"]
     dims = [sizes for d, sizes in enumerate(value.dims) if d not in axes]
     places = tuple(place for d in axes for place in value.places(d))
@@ -148,7 +148,7 @@ def _reduce(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("concatenate")
-def _concatenate(walk: Walk, equation: Any) -> bool:
+def _concatenate(walk: JaxprWalk, equation: Any) -> bool:
     along, operands = equation.params["dimension"], equation.invars
     values = [walk.has(atom) for atom in operands]
     if any(len(value.dims[along]) != 1 for value in values) or any(map(walk.is_given, operands)):
@@ -163,7 +163,7 @@ def _concatenate(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("slice")
-def _slice(walk: Walk, equation: Any) -> bool:
+def _slice(walk: JaxprWalk, equation: Any) -> bool:
     value, params = walk.has(equation.invars[0]), equation.params
     own, result = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     cut = [d for d in range(len(own)) if own[d] != result[d] or params["start_indices"][d]]
@@ -186,7 +186,7 @@ def _slice(walk: Walk, equation: Any) -> bool:
 
 
 @_rule("dot_general")
-def _dot_general(walk: Walk, equation: Any) -> bool:
+def _dot_general(walk: JaxprWalk, equation: Any) -> bool:
     atoms = equation.invars
     contracted, batches = equation.params["dimension_numbers"]
     dims = [[*walk.has(atom).dims] for atom in atoms]
@@ -194,7 +194,7 @@ def _dot_general(walk: Walk, equation: Any) -> bool:
         joined = [walk.is_joined(atom, d) for atom, d in zip(atoms, pair, strict=True)]
         if not any(joined):
             continue
-        # A weight may be sharded as its parts can't be: three heads of two over two devices.
+        # Merged if a weight is: two devices can shard six columns, but not three heads of two.
         if any(not j and walk.is_given(a) for j, a in zip(joined, atoms, strict=True)):
             together: Sizes = (shape_of(atoms[0])[pair[0]],)
         else:

@@ -1,4 +1,4 @@
-"""What is so of a dim, and so of the dims that it is cut with: marks on a graph's groups."""
+"""Marks: facts about a group's dim that also hold for every dim sharded together with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mark_joint(node: Node, group_of: GroupOf, sizes: Mapping[str, int]) -> None:
 
 def pass_on(nodes: Sequence[Node], group_of: GroupOf) -> None:
     """Mark the dims that are cut with marked ones, by whatever nodes are between them."""
-    # Equal layers cut the same dims of the same groups together: each such set once.
+    # Each set of dims that are sharded together once: equal layers give the same sets again.
     together = dict.fromkeys(
         tuple(_places(node, factor, group_of))
         for node in nodes

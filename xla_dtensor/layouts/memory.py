@@ -1,4 +1,4 @@
-"""What is in a device's memory at once, as far as the layouts of a program's values decide it.
+"""Which values are in a device's memory at the same time, and their bytes by chosen layouts.
 
 A value is alive from the equation that makes it to the last that takes it. Inputs are alive all
 along; results take an input's place, or come when most else is gone. What an operation needs while
@@ -43,7 +43,7 @@ class Alive:
         for i, equation in enumerate(jaxpr.eqns):
             taken = [atom for atom in equation.invars if not isinstance(atom, Literal)]
             last.update((graph.value(v), i) for v in taken if first.get(graph.value(v)) != 0)
-            if any(v.aval.shape for v in taken):  # else it is made of numbers where it is taken
+            if any(v.aval.shape for v in taken):  # else it is made of scalars at its use
                 for result in equation.outvars:
                     first.setdefault(graph.value(result), i + 1)
         self._spans = [(v, i, last[v]) for v, i in first.items() if v in last]

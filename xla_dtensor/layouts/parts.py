@@ -1,4 +1,4 @@
-"""What a graph of values to be laid out consists of (`graph.py`)."""
+"""The parts of a graph to be laid out (`graph.py`): groups, nodes, loops' bodies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Group:
         while found.within is not None:
             found = found.within
         if found is not self:
-            self.within = found  # the way is short next time
+            self.within = found  # path compression
         return found
 
 

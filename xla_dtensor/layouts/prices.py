@@ -1,4 +1,4 @@
-"""What moves cost, in bytes of a collective's result on a device."""
+"""The cost of changes of layout, in bytes of a collective's result on a device."""
 
 from __future__ import annotations
 

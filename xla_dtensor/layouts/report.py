@@ -1,4 +1,4 @@
-"""What chosen layouts communicate, as a table."""
+"""A table of what chosen layouts communicate."""
 
 from __future__ import annotations
 

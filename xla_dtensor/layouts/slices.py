@@ -1,4 +1,4 @@
-"""Slices of dims that are known to be sharded."""
+"""Slices of sharded dims that devices can't share evenly, and those that cut off padding."""
 
 from __future__ import annotations
 

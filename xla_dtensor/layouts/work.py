@@ -1,4 +1,4 @@
-"""What an equation of a jaxpr computes, where that takes long."""
+"""The floating-point operations of an equation of a jaxpr, if it takes long."""
 
 from __future__ import annotations
 

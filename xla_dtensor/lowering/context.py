@@ -1,4 +1,4 @@
-"""`Place`: for which platform a lowering is called, and under `shard_map` on which shards.
+"""`Target`: for which platform a lowering is called, and under ``shard_map`` on which shards.
 
 Most lowerings needn't know: they are functions of whole tensors, which XLA cuts. One that is
 ``cut`` (`kinds.Kind.CUT`) is called with one device's shards, as its rule has them.
@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """Where a lowering computes.
 
     Attributes:
@@ -48,14 +48,14 @@ class Place:
 _state = threading.local()
 
 
-def here() -> Place:
+def here() -> Target:
     """Where the lowering computes that is being called."""
-    found: Place | None = getattr(_state, "place", None)
-    return Place(jax.default_backend()) if found is None else found
+    found: Target | None = getattr(_state, "place", None)
+    return Target(jax.default_backend()) if found is None else found
 
 
 @contextmanager
-def at(place: Place) -> Iterator[None]:
+def at(place: Target) -> Iterator[None]:
     """Lowerings that are called in this block compute there."""
     outer = getattr(_state, "place", None)
     _state.place = place

@@ -1,5 +1,4 @@
-"""What is lowered for some backends alone: workarounds for their compilers' defects, and features
-that only they have.
+"""Lowerings for some backends alone: workarounds for compilers' defects, and their own features.
 
 A program's backend is known when it is lowered, so such a function is traced both ways, and one
 of them is lowered. The defects are rows of `base/xla_faults.py`, as are those of XLA's partitioner,

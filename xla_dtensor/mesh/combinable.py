@@ -1,4 +1,4 @@
-"""Which meshes over the same devices may be combined in one operation: those of torch_xla's calls.
+"""Which meshes over the same devices may be mixed in an operation: those of torch_xla's calls.
 
 To torch two meshes are two worlds, and an operation on tensors of both is an error. To torch_xla a
 mesh is how one sharding is written down, and tensors are combined whatever meshes they were marked

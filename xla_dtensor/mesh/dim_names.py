@@ -1,4 +1,4 @@
-"""Names of mesh dims."""
+"""Names of mesh dims, in messages and in a `Layout`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JAX mesh under a torch mesh.
+"""The frame: the JAX mesh behind a torch mesh and all its submeshes.
 
 All tensors of a root mesh live on one JAX mesh, the *frame*: a named axis for each dim of the root.
 Submeshes select axes of it; a mesh that ``_unflatten`` made needs finer axes, and refines the

@@ -1,1 +1,1 @@
-"""From one layout to another, between the two views, to and from the host; collectives."""
+"""Moves tensors: to other layouts, between the two views, to and from the host; collectives."""

@@ -4,7 +4,7 @@ Importing this module registers every handler of overloads that have no plan.
 """
 
 from xla_dtensor.dispatch import dispatch
-from xla_dtensor.movement import collective_ops, host_ops  # noqa: F401  (register handlers)
+from xla_dtensor.movement import collective_ops, data_dependent  # noqa: F401  (register handlers)
 from xla_dtensor.movement.device_values import from_host, local_shards, local_values
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.jax_arrays import to_jax

@@ -73,7 +73,7 @@ class _Collective:
             mesh=frame.jax_mesh,
             in_specs=spec(*source.varying),
             out_specs=spec(*target.varying),
-            # JAX's check counts what all_gather gives as varying, and it is the same on all.
+            # JAX's check takes all_gather's result for varying, though all devices have the same.
             check_vma=False,
         )(array)
 
@@ -94,7 +94,7 @@ def _all_reduce(x: Any, axes: _Axes, op: str) -> Any:
         return jax.lax.pmax(x, axes)
     if op == "min":
         return jax.lax.pmin(x, axes)
-    # Neither XLA's CPU collectives nor NCCL's reduce bitwise.
+    # Bitwise reductions: neither XLA's CPU collectives nor NCCL have them.
     return _LOCAL[op](jax.lax.all_gather(x, axes))
 
 
@@ -106,7 +106,7 @@ def _reduce_scatter(x: Any, axes: _Axes, op: str) -> Any:
     if op in ("sum", "avg"):
         total = jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
         return total if op == "sum" else total / jax.lax.axis_size(axes)
-    # JAX's only sums. This moves as much as one does.
+    # psum_scatter only sums. An all-to-all moves as many bytes as a reduce-scatter.
     count = jax.lax.axis_size(axes)
     pieces = x.reshape(count, x.shape[0] // count, *x.shape[1:])
     return _LOCAL[op](_all_to_all(pieces, axes))
@@ -123,7 +123,7 @@ def _broadcast(x: Any, axes: _Axes, src: int) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         chosen = jnp.where(own, x, jnp.zeros_like(x))
         return (jax.lax.pmax if x.dtype == bool else jax.lax.psum)(chosen, axes)
-    # Of its bits, which a sum with zeros leaves as they are: -0.0 + 0.0 would be 0.0.
+    # Sum the bits as integers, as -0.0 + 0.0 would be 0.0.
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return jax.lax.bitcast_convert_type(_broadcast(bits, axes, src), x.dtype)
 
@@ -132,7 +132,7 @@ def _permute(x: Any, axes: _Axes, pairs: Any) -> Any:
     return jax.lax.ppermute(x, axes, pairs)
 
 
-# Reductions of the values of several devices, along dim 0, on one.
+# Reductions along dim 0 of gathered values, on each device by itself.
 _LOCAL: dict[str, Callable[[Any], Any]] = {
     "max": lambda parts: jnp.max(parts, 0),
     "min": lambda parts: jnp.min(parts, 0),
@@ -162,7 +162,7 @@ _KINDS = {
 
 _REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
 
-# A sum of bools that is a bool, and so on: torch's.
+# torch's reductions of bools give bools, so a sum is a max, and so on.
 _OF_BOOLS = {"sum": "max", "bor": "max", "product": "min", "band": "min"}
 
 
@@ -250,7 +250,7 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     target = device_form(frame, shape, None, 0, source.dtype, varying, source.meta)
     if source.meta:
         return XLATensor(Storage(None, target), target)
-    # A group of one device; equal values, which no permutation changes.
+    # Nothing to communicate: the group has one device, or all have the same value.
     if not axes or (name == "permute" and not set(axes) & set(source.varying)):
         result = tensor.clone()
     else:

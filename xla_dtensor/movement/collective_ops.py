@@ -48,7 +48,7 @@ def _all_reduce_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @handles(f"{_NS}all_reduce_coalesced_.default")
 def _all_reduce_coalesced_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     results = _all_reduce_coalesced(func, args, kwargs)
-    # One operation: all are written, or none.
+    # In one operation, so that all are written, or none.
     dispatch(torch.ops.aten._foreach_copy_.default, (args[0], results), {})
     return args[0]
 
@@ -109,7 +109,7 @@ def _broadcast_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles(f"{_NS}wait_tensor.default")
 def _wait(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args[0]  # XLA's values are awaited when they are looked at
+    return args[0]  # JAX waits when a value is read
 
 
 @handles(f"{_NS}_wrap_tensor_autograd.default")

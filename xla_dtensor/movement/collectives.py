@@ -52,7 +52,7 @@ def _group(group: Group) -> MeshGroup:
 
 def _native(name: str, tensor: Any, *args: Any) -> Any:
     torch_private.load_functional_collectives()
-    check_tensor(name, tensor)  # without one of ours torch looks for a process group
+    check_tensor(name, tensor)  # with no xla tensor torch would look for a process group
     return getattr(torch.ops._c10d_functional, name)(tensor, *args)
 
 

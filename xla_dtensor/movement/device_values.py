@@ -1,4 +1,4 @@
-"""What each device holds, on the host; and tensors made of such values."""
+"""Each device's values of a tensor, copied to the host; and tensors made of such values."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _shards(array: Any, form: Form) -> list[LocalShard]:
         form = form.reduced()
     own = dict(_own(array, form))
     everywhere = list(pieces(form))
-    # Of all devices, not only this process's: fetching is something that all processes do.
+    # Decided by the pieces of all devices: a fetch is collective, so all processes must agree.
     is_cut_alike = all(piece.is_block for piece in everywhere)
     whole = None if is_cut_alike else fetch(array, array.shape)
     found = [piece for piece in everywhere if piece.number in own]

@@ -269,7 +269,7 @@ def make_sharded(
             dtype = torch.full((), fill_value).dtype
     partial = next((p for p in placements if isinstance(p, Partial)), None)
     if partial is not None and name != "zeros":
-        # torch fills every rank's part, so that the sum depends on the number of ranks.
+        # torch fills each rank's part, so that the sum depends on the number of ranks: refuse.
         raise UnsupportedOpError(
             f"{name} with {partial!r} on {mesh!r}: what is filled, the parts or the sum? Make it "
             "Replicate() and shard or reduce it"

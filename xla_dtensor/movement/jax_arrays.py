@@ -70,7 +70,7 @@ def from_jax(
     shape, dtype = tuple(array.shape), to_torch_dtype(np.dtype(array.dtype))
     if device_mesh is None:
         form = device_form(None, shape, dtype=dtype)
-        # Not on a device for good: JAX would refuse to compute with it and arrays of a mesh.
+        # An uncommitted copy: JAX refuses to mix an array committed to a device with a mesh's.
         with jax.enable_x64(True):
             return XLATensor(Storage(jax.numpy.asarray(arrays.get(array)), form), form)
     placed = normalize_placements(placements, device_mesh, len(shape), "from_jax")

@@ -164,7 +164,7 @@ class _ToLocal(torch.autograd.Function):
                 "each device has contributed its own part. Say how they make up one gradient: "
                 "grad_placements=[...] with Partial() there sums them"
             )
-        # Of a dim that doesn't divide there is no local view; so the shape is that of the tensor.
+        # Uneven dims have no local view, so each device's gradient has the tensor's own shape here.
         return _FromLocal.apply(grad, mesh, placements, False, ctx.meta, None), None
 
 
@@ -250,7 +250,7 @@ def _shard(
     if observer is not None:
         observer.from_local(source, target)
     if not target.unreduced and source.varying == parts.varying:
-        # One and the same memory, as in torch.
+        # Both tensors share one storage, as in torch.
         step = CrossingStep(source, target)
         local._storage_.introduce(local)
         sharded = XLAShardedTensor(local._storage_, target, (*local._steps, step))
@@ -276,7 +276,7 @@ def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check
             apart.update(names)
     outside = set(frame.process_axes) - inside
     if outside and frame.one_each and not arrays.is_equal(storage.array):
-        # A parameter is the same along mesh dims that this mesh leaves out, a batch isn't.
+        # Along axes that this mesh lacks a parameter is equal in all processes, a batch isn't.
         apart |= outside
     axes = tuple(name for name in frame.process_axes if name in apart)
     if axes:
@@ -305,12 +305,12 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
     known = tensor._local
     if known is not None and known[0] == key:
         local = known[1]()
-        # Unless it has become something else (t_, requires_grad_, ...).
+        # Reuse it unless it was changed in place (t_, requires_grad_, ...).
         if local is not None and local._steps is known[2] and local.requires_grad is recording:
             return local
     view = _OwnPiece if has_own_piece(form) else _ToLocal
     local = view.apply(tensor, grad_placements)
-    # A leaf's local tensor holds the leaf through the autograd graph: weak, or neither would go.
+    # A leaf's local tensor refers to the leaf by its grad_fn: a strong reference would be a cycle.
     reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
     tensor._local = (key, reference, local._steps)
     return local

@@ -1,4 +1,4 @@
-"""``to_local`` of unevenly sharded tensors in a process that drives one device.
+"""Uneven shards: ``to_local`` in a process with one device gives its own shard, unpadded.
 
 Such a process has one shard, so its local tensor has a shape. A process with several devices has
 shards of several shapes, which are no one tensor.

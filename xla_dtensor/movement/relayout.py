@@ -20,7 +20,7 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 from xla_dtensor.movement.scattered import scattered
 from xla_dtensor.runtime import agreement, arrays
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -122,7 +122,7 @@ def _turns(source: Form, target: Form) -> bool:
 def _on_the_way(value: Any, source: Form, target: Form) -> Any:
     """``value`` with what XLA must be told, or must not see, on its way to ``target``."""
     if source.frame is target.frame and source.frame is not None:
-        for sharding in waypoints(source.frame, source.dim_axes, target.dim_axes):
+        for sharding in intermediate_shardings(source.frame, source.dim_axes, target.dim_axes):
             value = jax.lax.with_sharding_constraint(value, sharding)
     return scattered(_held(value, source, target), source, target)
 

@@ -1,4 +1,4 @@
-"""An all-to-all of as many rows as the values say, in buffers of static shapes.
+"""An all-to-all of varying numbers of rows, in buffers of static shapes (expert parallelism).
 
 torch's ``all_to_all_single`` with split sizes makes tensors whose length depends on values. Here
 every device has a buffer of so many slots for every other, of which the first are filled; what is

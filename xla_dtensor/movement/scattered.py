@@ -1,4 +1,4 @@
-"""Gets a reduce-scatter from the TPU's compiler where it would make an all-reduce and a slice.
+"""Makes the TPU's compiler emit a reduce-scatter where it would all-reduce and slice.
 
 Of a sum of which each device keeps a piece XLA's partitioner writes an all-reduce and a slice; the
 backend's compiler makes one operation of them. The TPU's (libtpu 0.0.52) doesn't where pieces are

@@ -1,4 +1,4 @@
-"""``src_data_rank``: whose value is taken where each of several processes has one of its own."""
+"""``src_data_rank``: which process's value is used where each of several has its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_own(tensor: torch.Tensor) -> bool:
     if not processes.several() or tensor.is_meta:
         return False
     if not executor.current().has_values:
-        return False  # in a step the values that processes bring are compared when it is called
+        return False  # a step's call compares its inputs by itself
     return not isinstance(tensor, TensorMethods) or tensor._storage_.form.frame is None
 
 
@@ -63,7 +63,7 @@ def take(value: np.ndarray, mesh: DeviceMesh, rank: int) -> bool:
             "processes alike"
         )
     own = value.copy()
-    # In one order in all processes: each of them takes part in every send.
+    # In the same order in all processes, as each takes part in every broadcast.
     for index in (source, *more):
         sent = own.copy()
         broadcast.send(sent, index)
@@ -111,7 +111,7 @@ def check_shared(value: np.ndarray, form: Form) -> None:
     if not agreement.checks_values():
         return None
     if _is_rearranged(form):
-        # What torch says a device has may lie on another process's.
+        # torch's piece of a device may lie on another process's device in XLA's order.
         return broadcast.check_shared(value, {"as a whole": value}, _INSTEAD)
     held: dict[tuple[tuple[int, int], ...], set[int]] = {}
     slices: dict[tuple[tuple[int, int], ...], tuple[slice, ...]] = {}
@@ -122,7 +122,7 @@ def check_shared(value: np.ndarray, form: Form) -> None:
         slices[key] = index
     shared = {key: index for key, index in held.items() if len(index) > 1}
     if not shared:
-        return None  # in all processes, which have the same sharding
+        return None  # all processes return here, as they have the same sharding
     own = {
         f"[{', '.join(f'{start}:{stop}' for start, stop in key)}]": padded_slice(value, slices[key])
         for key, holders in shared.items()

@@ -1,5 +1,6 @@
-"""`vary` and `sum_over`: JAX's ``pvary`` and ``psum`` for per-device tensors, each the other's
-gradient.
+"""`vary` and `sum_over`: JAX's ``pvary`` and ``psum`` for per-device tensors.
+
+Each is the other's gradient.
 
 `vary` says that each device has a value of its own (the same one, to begin with); its transpose,
 `sum_over`, adds the devices' values up. They are what makes the gradients of per-device code

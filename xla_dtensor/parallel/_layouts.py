@@ -1,5 +1,4 @@
-"""Gathers sharded parameters, and reduces gradients over data-parallel devices: functions of arrays
-for `relayout`."""
+"""Gathers sharded parameters and reduces gradients over data-parallel devices, for `relayout`."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _no_deepcopy(*args: Any, **kwargs: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
-def become(modules: Sequence[nn.Module], mixin: type, prefix: str) -> None:
+def add_mixin(modules: Sequence[nn.Module], mixin: type, prefix: str) -> None:
     """Put ``mixin`` first in the classes of ``modules``."""
     for module in modules:
         cls = type(module)

@@ -1,5 +1,4 @@
-"""One parameter under data parallelism: its sharded form, the whole tensor that modules compute
-with, and the gradient's way back."""
+"""One parameter under data parallelism: sharded, gathered, and its gradient reduced."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from xla_dtensor.movement.relayout import move, relayout
 from xla_dtensor.parallel._layouts import Keep, gather, reduce_over_devices
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._unshard import Unshard
-from xla_dtensor.parallel._whole import Accumulated, Location, Whole, same_whole, wholes
+from xla_dtensor.parallel._whole import Accumulated, Location, UnshardedStorage, same_whole, wholes
 from xla_dtensor.parallel.offload import to_host
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import of_storage
@@ -191,7 +190,7 @@ class ManagedParameter:
         if self.whole is None:
             parameter = self.parameter
             form = self.form(parameter._form, global_view)
-            whole = Whole(self, global_view, form, parameter._storage_.version)
+            whole = UnshardedStorage(self, global_view, form, parameter._storage_.version)
             tensor = of_storage(self.gather_again(whole), form)
             self._put(tensor.requires_grad_(parameter.requires_grad))
 
@@ -250,7 +249,7 @@ class ManagedParameter:
             or known.version != parameter._storage_.version
             or known.trace is not executor.trace()
         ):
-            whole = Whole(self, global_view, form, parameter._storage_.version)
+            whole = UnshardedStorage(self, global_view, form, parameter._storage_.version)
             storage = self._gather(parameter, form)
             wholes[storage] = whole
             self._alive = weakref.ref(storage)
@@ -259,7 +258,7 @@ class ManagedParameter:
     def _gather(self, parameter: Any, form: Form) -> Storage:
         return relayout(parameter, parameter._form, form, gather)._storage_
 
-    def keep(self, whole: Whole, storage: Storage, count: int) -> None:
+    def keep(self, whole: UnshardedStorage, storage: Storage, count: int) -> None:
         """Shard the whole parameter in ``storage`` over ``count`` devices, for backward."""
         if whole.kept is None and self.parallel.shard_dim is not None:
             keep = Keep(self._dim, self.parallel.shard_axes, count)
@@ -267,7 +266,7 @@ class ManagedParameter:
             if array is not None:
                 whole.kept = Storage(array, whole.form)
 
-    def gather_again(self, whole: Whole) -> Storage:
+    def gather_again(self, whole: UnshardedStorage) -> Storage:
         """The whole parameter once more, for backward. All uses in one backward share it."""
         parameter = self.parameter
         version, trace = parameter._storage_.version, executor.trace()

@@ -1,4 +1,4 @@
-"""What the user has set for the parameters of one call of `fully_shard` or `replicate`."""
+"""The settings of one call of `fully_shard` or `replicate` that its parameters read."""
 
 from __future__ import annotations
 

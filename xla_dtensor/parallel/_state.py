@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps for a module, and what happens around the module's forward."""
+"""The state of `fully_shard` on a module, and its hooks around the module's forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xla_dtensor.base.torch_private import (
 from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._settings import Settings
-from xla_dtensor.parallel._whole import Whole, wholes
+from xla_dtensor.parallel._whole import UnshardedStorage, wholes
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
@@ -222,7 +222,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Recipe:
     """A whole parameter, or a view of it, that autograd would have kept."""
 
-    whole: Whole
+    whole: UnshardedStorage
     cls: type
     form: Any
     steps: Any

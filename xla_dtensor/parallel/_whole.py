@@ -71,7 +71,7 @@ class Accumulated:
         executor.current().touched(self)
 
 
-class Whole:
+class UnshardedStorage:
     """A whole parameter's storage: where it came from.
 
     Attributes:
@@ -94,10 +94,10 @@ class Whole:
 
 
 # Which whole parameter a storage is.
-wholes: weakref.WeakKeyDictionary[Storage, Whole] = weakref.WeakKeyDictionary()
+wholes: weakref.WeakKeyDictionary[Storage, UnshardedStorage] = weakref.WeakKeyDictionary()
 
 
-def same_whole(known: Whole | None, wanted: Whole, trace: Any) -> bool:
+def same_whole(known: UnshardedStorage | None, wanted: UnshardedStorage, trace: Any) -> bool:
     """Whether a whole parameter that still exists is the one to gather."""
     return (
         known is not None

@@ -1,4 +1,4 @@
-"""A layout for models without a plan: parameters are cut by their size alone."""
+"""Shards the parameters of a model without a plan by their size alone."""
 
 from __future__ import annotations
 

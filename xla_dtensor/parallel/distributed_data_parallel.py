@@ -1,5 +1,4 @@
-"""``torch.nn.parallel.DistributedDataParallel`` of modules on xla devices: `replicate` in a
-wrapper.
+"""``DistributedDataParallel`` of modules on xla devices: `replicate` in a wrapper.
 
 The wrapper is torch's own class, without its reducer; ``integration`` calls these functions in
 place of its methods.

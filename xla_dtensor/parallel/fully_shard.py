@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from xla_dtensor.base.torch_private import contract
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.mesh.memories import check_host_memory
-from xla_dtensor.parallel._manage import become, manage
+from xla_dtensor.parallel._manage import add_mixin, manage
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._state import State
 from xla_dtensor.parallel.module import FSDPModule
@@ -106,7 +106,7 @@ def fully_shard(
         offloads,
     )
     state.reshard_after_forward = reshard
-    become(state.modules, FSDPModule, "FSDP")
+    add_mixin(state.modules, FSDPModule, "FSDP")
     return module
 
 

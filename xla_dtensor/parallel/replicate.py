@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from xla_dtensor.base.torch_private import contract, contract_registry
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.movement.source_rank import synchronize
-from xla_dtensor.parallel._manage import become, manage
+from xla_dtensor.parallel._manage import add_mixin, manage
 from xla_dtensor.parallel._mesh import data_parallel
 from xla_dtensor.parallel._state import State
 from xla_dtensor.parallel.module import FSDPModule
@@ -119,7 +119,7 @@ def replicate(
     state = manage(replicate, module, parallel, mp_policy, ignored, None, "replicate")
     state.reshard_after_forward = False
     state.local_gradients = True
-    become(state.modules, ReplicateModule, "DDP")
+    add_mixin(state.modules, ReplicateModule, "DDP")
     return module
 
 

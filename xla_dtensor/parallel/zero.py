@@ -1,5 +1,6 @@
-"""`zero`: the state of an optimizer, and gradients, sharded over data-parallel devices, while
-parameters stay whole (ZeRO stages 1 and 2, arXiv:1910.02054; stage 3 is `fully_shard`).
+"""`zero`: optimizer state and gradients sharded over data-parallel devices (ZeRO 1 and 2).
+
+Parameters stay whole (arXiv:1910.02054; stage 3 is `fully_shard`).
 
 A parameter is in its shards' layout while the optimizer steps, and in no other moment. So its state
 is made in that layout, each device updates its shard, and the whole parameter is gathered once. All
@@ -181,16 +182,16 @@ def _laid_out(value: Any, layout: Layout) -> Any:
 
 def _land(parameter: Any, layout: Layout) -> None:
     """Stage 2's hook in place of the one that brings a gradient to its leaf's layout."""
-    landing = getattr(parameter, "_landing", None)
-    if getattr(landing, "of_zero", False):
+    hook = getattr(parameter, "_grad_hook", None)
+    if getattr(hook, "of_zero", False):
         return
-    if landing is not None:
-        landing.remove()
+    if hook is not None:
+        hook.remove()
     handle: Any = parameter.register_hook(lambda grad: _laid_out(grad, layout))
     is_sharded = isinstance(parameter, XLAShardedTensor)
     handle.layout = (parameter.device_mesh, parameter.placements) if is_sharded else None
     handle.of_zero = True
-    parameter._landing = handle
+    parameter._grad_hook = handle
 
 
 def _sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,7 +270,7 @@ class _Shards:
                 taken = _Taken(parameter, grad, _laid_out(grad, layout))
                 placed = _laid_out(taken.whole, layout)
                 self._taken.append(taken)
-                parameter._landing = _NoLanding((placed.device_mesh, tuple(placed.placements)))
+                parameter._grad_hook = _NoGradHook((placed.device_mesh, tuple(placed.placements)))
                 shard_in_place(parameter, placed)
                 parameter.grad = taken.placed_grad
                 taken.begin()
@@ -306,7 +307,7 @@ class _Taken:
     def __init__(self, parameter: Any, grad: Any, placed_grad: Any) -> None:
         self._parameter, self._grad, self.placed_grad = parameter, grad, placed_grad
         self.whole = parameter.detach()
-        self._landing = getattr(parameter, "_landing", None)
+        self._grad_hook = getattr(parameter, "_grad_hook", None)
         self._version = self._grad_version = 0
         self._updated = self._updated_grad = None
 
@@ -336,8 +337,8 @@ class _Taken:
         parameter.grad = None  # which wouldn't fit for a moment
         if isinstance(self.whole, XLATensor):
             unshard_in_place(parameter, self.whole)
-        if self._landing is not None:
-            parameter._landing = self._landing
+        if self._grad_hook is not None:
+            parameter._grad_hook = self._grad_hook
         if not isinstance(self.whole, XLATensor):
             parameter._become(self.whole)
         # None, or another one, is what a hook of the step's has left.
@@ -355,7 +356,7 @@ def _like(value: Any, whole: Any) -> Any:
     return value.full_tensor()
 
 
-class _NoLanding:
+class _NoGradHook:
     """In place of the hook that brings gradients to a leaf's layout: while it is another for a
     moment, none is to come and go, for compiled steps look at a parameter's hooks."""
 

@@ -1,4 +1,4 @@
-"""Merges what torch's pipeline schedules have each rank do into one order, for one process.
+"""Merges the actions of all ranks of torch's pipeline schedules into one order, for one process.
 
 torch's schedules are programs of one rank. Each is run for every rank, with stages that compute
 nothing and note what they are asked to do; the ranks' lists are then merged so that every action

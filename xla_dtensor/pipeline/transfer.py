@@ -1,4 +1,4 @@
-"""Tensors from the devices of one stage to those of another.
+"""Copies tensors from the devices of one stage to those of another.
 
 A tensor keeps its layout: along the mesh dims of the same names, with the same placements, varying
 along the same axes. Between meshes of one shape each device's part is then copied to the device

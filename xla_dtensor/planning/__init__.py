@@ -1,4 +1,4 @@
-"""What a training step will need on a pod: see README.md."""
+"""What a training step will need on a pod: memory, time and collectives; see README.md."""
 
 from xla_dtensor.planning.abstract import abstract
 from xla_dtensor.planning.planner import plan

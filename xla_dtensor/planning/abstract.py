@@ -1,4 +1,4 @@
-"""``xd.abstract``: models, layouts and optimizers for devices that aren't here, without data."""
+"""``xd.abstract``: models, layouts and optimizers without data, for devices that aren't here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What a compiled XLA program moves between devices, read from its text: each collective, how often
-it runs, over which mesh dims, how many bytes, and for which module."""
+"""Reads from a compiled program's text which collectives it runs, how often, of how many bytes.
+
+And over which mesh dims, and for which module.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_dtensor.planning.program_text import Instruction, Program, Shaped
+from xla_dtensor.planning.program_text import HloText, Instruction, Shaped
 
 KINDS = (
     "all-gather",
@@ -49,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Collective:
+class HloCollective:
     """A collective instruction.
 
     Attributes:
@@ -78,8 +80,8 @@ class Collective:
 
 
 def collectives(
-    text: str | Program, shape: Sequence[int] = (), names: Sequence[str] = ()
-) -> list[Collective]:
+    text: str | HloText, shape: Sequence[int] = (), names: Sequence[str] = ()
+) -> list[HloCollective]:
     """The collectives that a program runs.
 
     Args:
@@ -87,8 +89,8 @@ def collectives(
         shape: of the mesh that it was compiled for, which says along which dims groups lie.
         names: of its dims.
     """
-    program = text if isinstance(text, Program) else Program(text)
-    found: list[Collective] = []
+    program = text if isinstance(text, HloText) else HloText(text)
+    found: list[HloCollective] = []
     chains: set[tuple[str, str]] = set()
     scattering = _scattering(program)
     for instruction, times in program.instructions():
@@ -114,11 +116,11 @@ def collectives(
             size = int(np.prod([shape[list(names).index(d)] for d in dims]))
         parts = tuple(_parts(fused or instruction, results, program))
         members = tuple(map(tuple, groups))
-        found.append(Collective(kind, times, parts, dims, size, members, instruction.name))
+        found.append(HloCollective(kind, times, parts, dims, size, members, instruction.name))
     return found
 
 
-def _parts(instruction: Instruction, results: list[Shaped], program: Program) -> Iterator[Part]:
+def _parts(instruction: Instruction, results: list[Shaped], program: HloText) -> Iterator[Part]:
     """The arrays of a result. Of several brought together, each is named by what takes it out, and
     by what computes it; of one alone, by itself first."""
     members = program.by_name(instruction.computation)
@@ -142,7 +144,7 @@ def _parts(instruction: Instruction, results: list[Shaped], program: Program) ->
         yield Part(shape, tuple(filter(None, names)))
 
 
-def _joined(name: str, members: dict[str, Instruction], program: Program) -> Iterator[Part]:
+def _joined(name: str, members: dict[str, Instruction], program: HloText) -> Iterator[Part]:
     """The arrays that XLA:GPU brings together for a collective as one: flat and behind each other.
     The concatenation is a fusion of its own."""
     one = members.get(name)
@@ -176,7 +178,7 @@ def _unshaped(name: str, members: dict[str, Instruction]) -> str:
 _STEPS = 12
 
 
-def _made_by(name: str, members: dict[str, Instruction], program: Program) -> Iterator[str]:
+def _made_by(name: str, members: dict[str, Instruction], program: HloText) -> Iterator[str]:
     """The names of what a value is computed by, through what only moves it: the compiler's own
     copies have none."""
     for _ in range(_STEPS):
@@ -195,7 +197,7 @@ def _made_by(name: str, members: dict[str, Instruction], program: Program) -> It
         name = operands[1] if one.op == "dynamic-update-slice" else operands[0]
 
 
-def _used_by(instruction: Instruction, index: int | None, program: Program) -> Iterator[str]:
+def _used_by(instruction: Instruction, index: int | None, program: HloText) -> Iterator[str]:
     """The names of what a result is for, behind what only moves it: a parameter that a loop has
     gathered is known by the product that it goes into.
 
@@ -234,7 +236,7 @@ def _kind(instruction: Instruction) -> str | None:
     return op if op in KINDS else None
 
 
-def _scattering(program: Program) -> dict[str, Instruction]:
+def _scattering(program: HloText) -> dict[str, Instruction]:
     """Computations that are a reduce-scatter to the TPU's compiler, an all-reduce of which each
     device keeps its part: the fusions that run them."""
     return {

@@ -1,4 +1,4 @@
-"""How many floating point operations a step's matrix products and convolutions are."""
+"""Counts the floating-point operations of a step's matrix products and convolutions."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from xla_dtensor.tensors.of_form import Ours
 
 
 @dataclass(frozen=True)
-class Input:
+class NamedInput:
     """An array that a program is given.
 
     Attributes:
@@ -36,7 +36,7 @@ class Input:
     batch: tuple[str, ...]
 
 
-def inputs(program: Any) -> list[Input]:
+def inputs(program: Any) -> list[NamedInput]:
     """The inputs of a lowered step.
 
     Args:
@@ -59,7 +59,7 @@ def inputs(program: Any) -> list[Input]:
                 shards = math.prod(sizes[name] for part in parts for name in part)
             size = math.prod(form.array_shape) * form.jax_dtype.itemsize
             found.append(
-                Input(
+                NamedInput(
                     f"{group}[{i}]",
                     name,
                     kind,

@@ -1,4 +1,4 @@
-"""How long collectives take at the least, from the links that they go over."""
+"""The least time that collectives take, from the bandwidth of the links they use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from xla_dtensor.mesh import device_order
-from xla_dtensor.planning.collectives import Collective
+from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.runtime.chips import Chip
 
 
 class Links(Protocol):
     """The links between the devices of a mesh."""
 
-    def seconds(self, collective: Collective) -> float:
+    def seconds(self, collective: HloCollective) -> float:
         """How long the collective takes at the least, if nothing else uses its links; latencies
         are left out."""
 
@@ -65,7 +65,7 @@ class Torus:
 
     lanes: dict[str, Lane]
 
-    def seconds(self, collective: Collective) -> float:
+    def seconds(self, collective: HloCollective) -> float:
         """The usual lower bound of rings (https://jax-ml.github.io/scaling-book/sharding/): each
         device has to get what it lacks over the links of the mesh dims of the collective."""
         lanes = [self.lanes[dim] for dim in collective.dims if dim in self.lanes]
@@ -104,7 +104,7 @@ class Switched:
     chip: Chip
     domains: Sequence[int]
 
-    def seconds(self, collective: Collective) -> float:
+    def seconds(self, collective: HloCollective) -> float:
         """Two bounds, of which the larger holds: what a device lacks has to come over its link to
         the switch; and what all members in a domain lack together has to come over their network
         cards, once."""

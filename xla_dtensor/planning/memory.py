@@ -1,4 +1,4 @@
-"""What a program needs of a device's memory: of one that XLA has compiled, or has refused."""
+"""The memory that a program needs on a device, compiled or refused by XLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``xd.plan``: a step compiled for devices, and not run; what XLA says of it as a report."""
+"""``xd.plan``: compiles a step for devices without running it, and reports what XLA says of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
 from xla_dtensor.planning.links import links
-from xla_dtensor.planning.program_text import Program
+from xla_dtensor.planning.program_text import HloText
 from xla_dtensor.planning.report import Report
 from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
 from xla_dtensor.planning.schedule import Schedule, schedule
@@ -177,7 +177,7 @@ def _report(
                     f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
                 )
     all_inputs = seen["inputs"]
-    program = Program(text)
+    program = HloText(text)
     moved = collectives(program, devices.shape, tuple(sizes))
     over = None if chip is None else links(chip, devices, tuple(sizes))
     in_time = Schedule()

@@ -1,5 +1,4 @@
-"""XLA's text of a compiled program, taken apart: computations, their instructions, and how often
-each of them runs."""
+"""Parses a compiled XLA program's text: computations, instructions, and how often each runs."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def arrays(type_text: str) -> list[Shaped]:
     ]
 
 
-class Program:
+class HloText:
     """The text of a compiled program.
 
     Args:

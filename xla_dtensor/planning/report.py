@@ -1,4 +1,4 @@
-"""What `plan` has found out of a step, as a table, as JSON and as a picture."""
+"""The report of `plan` on a step, as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xla_dtensor.planning.inputs import Input
+from xla_dtensor.planning.inputs import NamedInput
 from xla_dtensor.planning.memory import Memory
 from xla_dtensor.planning.picture import picture
 from xla_dtensor.planning.rows import Row
-from xla_dtensor.planning.schedule import Event, Stretch
+from xla_dtensor.planning.schedule import Stretch, TimelineEvent
 from xla_dtensor.planning.text import as_text
 
 # Of the inputs of a step a replicated one is worth a line from this part of them on.
@@ -68,9 +68,9 @@ class Report:
     hops: dict[str, float]
     was_read: bool
     memory: Memory
-    inputs: tuple[Input, ...]
+    inputs: tuple[NamedInput, ...]
     collectives: tuple[Row, ...]
-    replicated: tuple[Input, ...]
+    replicated: tuple[NamedInput, ...]
     flops: int
     flops_per_device: float
     seconds: dict[str, float]
@@ -90,7 +90,7 @@ class Report:
     def made(
         cls,
         *,
-        inputs: Sequence[Input],
+        inputs: Sequence[NamedInput],
         collectives: Sequence[Row],
         seconds: dict[str, float],
         flops_by_kind: dict[str, int],
@@ -166,8 +166,8 @@ class Report:
             lists = {name: found.pop(name) for name in ("inputs", "replicated", "collectives")}
             return cls(
                 memory=Memory(**memory),
-                inputs=tuple(_of(Input, one) for one in lists["inputs"]),
-                replicated=tuple(_of(Input, one) for one in lists["replicated"]),
+                inputs=tuple(_of(NamedInput, one) for one in lists["inputs"]),
+                replicated=tuple(_of(NamedInput, one) for one in lists["replicated"]),
                 collectives=tuple(_of(Row, one) for one in lists["collectives"]),
                 notes=tuple(found.pop("notes")),
                 stretches=tuple(map(_stretch, found.pop("stretches", ()))),
@@ -200,7 +200,7 @@ class Report:
 
 
 def _stretch(values: dict[str, Any]) -> Stretch:
-    events = tuple(_of(Event, one) for one in values["events"])
+    events = tuple(_of(TimelineEvent, one) for one in values["events"])
     return Stretch(**{**values, "events": events})
 
 

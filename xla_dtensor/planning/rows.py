@@ -1,5 +1,4 @@
-"""A program's collectives as the rows of a table: those of one kind, for one module, along the same
-mesh dims are one row."""
+"""Groups a program's collectives into rows: one kind, one module, the same mesh dims."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_dtensor.planning.collectives import Collective
-from xla_dtensor.planning.inputs import Input
+from xla_dtensor.planning.collectives import HloCollective
+from xla_dtensor.planning.inputs import NamedInput
 from xla_dtensor.planning.links import Links
 
 _MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
@@ -48,8 +47,8 @@ class Row:
 
 
 def rows(
-    found: Sequence[Collective],
-    inputs: Sequence[Input],
+    found: Sequence[HloCollective],
+    inputs: Sequence[NamedInput],
     over: Links | None,
     exposed: Mapping[str, float],
 ) -> list[Row]:

@@ -1,5 +1,4 @@
-"""What hides behind what: a compiled program's order of instructions, and how long a device would
-wait for each collective in it, if all else took as long as it has to.
+"""Overlap of a compiled program's collectives with its computation, and the time that is exposed.
 
 XLA has written the order down. A collective that is started and ended by two instructions runs
 beside what stands between them; any other one is waited for at once. Instructions run one after
@@ -15,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xla_dtensor.planning.collectives import Collective
+from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.links import Links
-from xla_dtensor.planning.program_text import Instruction, Program, Shaped
+from xla_dtensor.planning.program_text import HloText, Instruction, Shaped
 from xla_dtensor.runtime.chips import Chip
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -34,7 +33,7 @@ _FREE = frozenset(
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     """Something that a device does in one run of a computation.
 
     Attributes:
@@ -65,7 +64,7 @@ class Stretch:
     name: str
     times: int
     seconds: float
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Schedule:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-def schedule(program: Program, found: Sequence[Collective], over: Links, chip: Chip) -> Schedule:
+def schedule(program: HloText, found: Sequence[HloCollective], over: Links, chip: Chip) -> Schedule:
     """The schedule of a program.
 
     Args:
@@ -99,7 +98,7 @@ def schedule(program: Program, found: Sequence[Collective], over: Links, chip: C
 
 class _Walk:
     def __init__(
-        self, program: Program, found: Mapping[str, Collective], over: Links, chip: Chip
+        self, program: HloText, found: Mapping[str, HloCollective], over: Links, chip: Chip
     ) -> None:
         self.program, self._found, self._over, self._chip = program, found, over, chip
         self.made = Schedule()
@@ -119,8 +118,8 @@ class _Walk:
 
     def _timed(self, computation: str) -> float:
         now = links_free = computing_since = 0.0
-        started: dict[str, tuple[Collective, float, float]] = {}
-        events: list[Event] = []
+        started: dict[str, tuple[HloCollective, float, float]] = {}
+        events: list[TimelineEvent] = []
         times = self.program.runs.get(computation, 1)
 
         def wait(name: str) -> None:
@@ -129,8 +128,8 @@ class _Walk:
             waited = max(0.0, end - now)
             if now > computing_since:
                 seconds = now - computing_since
-                events.append(Event("compute", (), computing_since, seconds))
-            events.append(Event(one.kind, one.dims, begin, end - begin, waited))
+                events.append(TimelineEvent("compute", (), computing_since, seconds))
+            events.append(TimelineEvent(one.kind, one.dims, begin, end - begin, waited))
             exposed = self.made.exposed
             exposed[one.name] = exposed.get(one.name, 0.0) + waited * times
             now = max(now, end)
@@ -151,12 +150,12 @@ class _Walk:
         for name in list(started):
             wait(name)
         if now > computing_since:
-            events.append(Event("compute", (), computing_since, now - computing_since))
+            events.append(TimelineEvent("compute", (), computing_since, now - computing_since))
         if len(events) > 1:
             self.made.stretches.append(Stretch(computation, times, now, tuple(events)))
         return now
 
-    def _collective(self, instruction: Instruction) -> tuple[Collective | None, str, bool]:
+    def _collective(self, instruction: Instruction) -> tuple[HloCollective | None, str, bool]:
         """The collective that an instruction starts; by which name it is known; and whether it is
         ended here."""
         one = self._found.get(instruction.name)

@@ -1,4 +1,4 @@
-"""A report as a table, and two beside each other."""
+"""A report as a table, and two reports side by side."""
 
 from __future__ import annotations
 

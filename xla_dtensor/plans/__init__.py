@@ -1,1 +1,1 @@
-"""What a call is, and how such calls are computed; README.md here explains it."""
+"""What a call is, and the plans by which calls are computed; README.md here explains it."""

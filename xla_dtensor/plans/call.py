@@ -1,4 +1,4 @@
-"""Taking a call apart: its tensors, the numbers that may vary, and a hashable key of the rest."""
+"""`Call`: an overload's arguments as tensors, numbers that may vary, and a hashable key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Call:
             key.append(host_memory.of_states())
         default_dtype = torch.get_default_dtype()
         if default_dtype is not torch.float32:
-            key.append(default_dtype)  # what factories make, and what divisions of ints give
+            key.append(default_dtype)  # the dtype of factories' results, and of divisions of ints
         if info.lowering is not None and info.lowering.has_position:
             args = _with_position(args)
         self.args = tuple(self._take_all(info.argument_names, args, key))
@@ -62,7 +62,7 @@ class Call:
             if name in DROPPED:
                 self._check_dropped(name, value)
                 if name == "memory_format" and value is not None:
-                    # No matter for the values, but for the strides that torch's meta kernel gives.
+                    # It changes only the strides that torch's meta kernel gives.
                     key.append(value)
                     self.meta_kwargs["memory_format"] = value
                 continue
@@ -91,7 +91,7 @@ class Call:
                 return  # a factory, which infers the dtype from the number
             dtype = to_torch_dtype(first.jax_dtype)
             if "clamp" in info.name and not dtype.is_floating_point and float in map(type, numbers):
-                dtype = torch.get_default_dtype()  # what it gives
+                dtype = torch.get_default_dtype()  # the dtype of its result
         for number in odd:
             torch.full((), number, dtype=dtype)
 
@@ -154,8 +154,8 @@ class Call:
             ):
                 key.append(cls)
                 return self._leaf(value, cls)
-            # Also what no input of an executable can be: torch takes integers up to 2**64, and its
-            # compositions have no symbolic numbers that are complex.
+            # Constants also where the number can't be an input: ints above 64 bits, and complex
+            # numbers in torch's decompositions, which have no symbolic ones.
             key.append(value)
             key.append(cls)
             return value
@@ -182,7 +182,7 @@ class Call:
         What is written goes through its steps; a view of it has them, and lies somewhere."""
         form = value._form
         if self.info.view is not None:
-            # What a trace leaves in the key of a plan outlives it.
+            # Without positions in a trace: the key outlives it, and would keep its tracers alive.
             key.append(steps if executor.trace() is None else leave_open(steps)[0])
         else:
             if form.offset:
@@ -218,7 +218,7 @@ class Call:
                 f"{self.info.name}: a {type(value).__name__} on {value.device} can't be combined "
                 "with xla tensors; move it with .to('xla') or distribute_tensor first"
             )
-        # Copies move the gradient back to the CPU by themselves.
+        # `copy_` from a CPU leaf is fine: its gradient is moved back to the CPU.
         if torch.is_grad_enabled() and self.info.name != "aten::copy_.default":
             refuse_cpu_leaf(self.info.name, value)
         form = device_form(None, tuple(value.shape), dtype=value.dtype)
@@ -284,13 +284,13 @@ def _written(value: Any) -> str:
         return f"#{value.index}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_written, value))}]"
-    # Of an object the address would differ.
+    # Objects by their class: their repr may have an address, which differs between processes.
     return str(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
 _BOUND = 2**63
 _INTEGERS = {int}
-_SMALL = 128  # each dtype has what is below
+_SMALL = 128  # numbers below it are in every dtype's range
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 

@@ -28,7 +28,7 @@ def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any
     return _cast(value, dtype)
 
 
-# By NumPy's kinds, of which "V" is that of bfloat16 and the 8-bit floats.
+# torch's order of categories, by NumPy's dtype.kind; "V" is bfloat16 and the 8-bit floats.
 _CATEGORIES = {"b": 0, "i": 1, "u": 1, "f": 2, "V": 2, "c": 3}
 
 

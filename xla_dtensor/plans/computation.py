@@ -16,7 +16,7 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
-from xla_dtensor.lowering.context import Place, at
+from xla_dtensor.lowering.context import Target, at
 from xla_dtensor.lowering.workarounds import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.call import Call, fill
@@ -80,7 +80,7 @@ class Computation:
         self._lowered, self._pinned, self._frame = lowered, pinned, frame
         self._cut = cut
         devices = 1 if frame is None else len(frame.device_ids)
-        self._place = Place(platform_of(frame), devices=devices)
+        self._place = Target(platform_of(frame), devices=devices)
         self._result_forms, self._writes = result_forms, writes
         self._reads_nothing = call.info.makes_like
         self._varying = [
@@ -94,8 +94,8 @@ class Computation:
             if lowering is not None
             else torch.Tag.nondeterministic_seeded in call.info.func.tags
         )
-        # Others run code that isn't the package's: torch's, of which the trace may hear, or the
-        # user's (`jax_function`), which may do something else next time.
+        # Only the package's lowerings may be traced once and reused: torch's decompositions call
+        # operations that the trace may note, and a user's `jax_function` may differ next time.
         module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
         self.is_ours = module.startswith("xla_dtensor.lowering.")
         self._known: Any = None
@@ -168,7 +168,7 @@ class Computation:
         return self(_keys(state, 0), leaves, base_arrays, True)
 
     def _inside(self, state: Any, leaves: Any, base_arrays: Any) -> list[Any]:
-        # Layouts are labels here, as in a compiled step: XLA is asked for those of the outputs.
+        # In a larger program, as in a compiled step, layouts constrain only that program's outputs.
         state, offset = state or (None, None)
         return self(_keys(state, 0 if offset is None else offset), leaves, base_arrays, False)
 
@@ -176,7 +176,7 @@ class Computation:
         """On each device by itself, where tensors differ from device to device."""
 
         def one(index: Any, *own_leaves: Any) -> list[Any]:
-            # Each device draws numbers of its own where it varies.
+            # Random numbers of a per-device tensor differ between devices.
             own_keys = lambda: jax.random.fold_in(keys(), index)
             return self._on_one_device(own_keys, own_leaves, pad)
 
@@ -196,7 +196,7 @@ class Computation:
                 value = self._result(value, form, i)
                 out.append(form.physical(value) if pad else value)
         for value, write in zip(written, self._writes, strict=False):
-            if not self.random:  # numbers drawn for an integer tensor are whole
+            if not self.random:  # random floats for an integer tensor are whole
                 check_castable(value, write.own)
             value = checked(value, write.own.shape, write.own.jax_dtype, self._info)
             if self._pinned is not None:
@@ -224,7 +224,7 @@ class Computation:
         return jnp.zeros(form.shape, form.jax_dtype) if self._reads_nothing else form.logical(leaf)
 
     def _result(self, value: Any, form: Form, index: int) -> Any:
-        if value is None:  # masked out, which torch's meta kernel hasn't looked at
+        if value is None:  # masked out by `output_mask`, which torch's meta kernel ignores
             value = jnp.zeros(form.shape, form.jax_dtype)
         value = checked(value, form.shape, form.jax_dtype, self._info)
         if form.jax_dtype == np.complex128 and any(form.dim_axes):
@@ -252,7 +252,7 @@ def _for_jax(value: Any, fits: bool) -> Any:
     return np.uint64(value)
 
 
-_DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})  # 2**63 is 0 in smaller types
+_DIVISIONS = frozenset({"floor_divide", "remainder", "fmod"})  # 2**63 would wrap to 0
 _WRAPPING = frozenset(
     {
         *("add", "sub", "rsub", "mul", "pow"),

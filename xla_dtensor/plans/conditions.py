@@ -32,7 +32,7 @@ def conditions_of(call: Call) -> tuple[Checked, ...]:
     for where, condition in find(described):
         slot = slots[where] if isinstance(where, str) else slots[where[0]][where[1]]
         text = f" ({info.name}, tensors of shapes {', '.join(map(str, shapes))})"
-        if not isinstance(slot, Slot):  # a value, which all calls of the plan have
+        if not isinstance(slot, Slot):  # a constant of the plan: checked once
             raise_if_wrong(condition, np.asarray(slot), text)
             continue
         form = call.forms[slot.index]

@@ -1,4 +1,4 @@
-"""``_foreach_`` operations: tensors of a list that are alike are traced and lowered once, together.
+"""``_foreach_`` operations: equal tensors of a list are traced and lowered once, together.
 
 An optimizer's step does the same to each parameter, a dozen operations with each. Traced one after
 the other they take most of the time that a step with many layers takes to trace; XLA, which inlines

@@ -43,7 +43,7 @@ def lowered_function(info: OpInfo) -> Callable[[Any, tuple, dict], LoweredResult
             flat = flatten_results(out)
             if not info.mutated:
                 return flat, []
-            # In the functional overload the results come first, then what the arguments become.
+            # A functional overload returns its results first, then the new values of the arguments.
             fresh = sum(alias is None for alias in info.returns_mutated)
             return flat[:fresh], flat[fresh:]
 
@@ -72,7 +72,7 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     """
     func = info.func
     decomposition_table = torch_private.decomposition_table
-    # Nothing else is in the core table, which takes long to make.
+    # No other overload is in torch's core table, which takes long to make.
     if info.composition or func in decomposition_table:
         table = _core_table(torch_private.core_aten_decompositions)
         if func in table:

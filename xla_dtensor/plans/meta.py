@@ -39,14 +39,14 @@ def meta_results(call: Call) -> list[Any]:
             leaves.append(_meta_tensor(form))
         else:
             symbolic = isinstance(leaf, torch.SymFloat | torch.SymInt)
-            # One without a present value is any number.
+            # For a symbolic number without a value any number will do.
             value = leaf.node.value if is_number(leaf) else 1 if symbolic else leaf
             leaves.append(form(value))
     kwargs = fill_kwargs(call.kwargs, leaves) | call.meta_kwargs
     if "device" in call.info.argument_names:
         kwargs["device"] = torch.device("meta")
         if "generator" in call.info.argument_names:
-            kwargs["generator"] = None  # factories want to be given one
+            kwargs["generator"] = None  # factories have overloads that require it
     args = fill(list(call.args), leaves)
     with torch.no_grad():
         if call.info.shapes is not None:
@@ -67,7 +67,7 @@ def _own_meta(info: OpInfo, args: list[Any], kwargs: dict[str, Any]) -> Any:
     assert info.shapes is not None
     kwargs = {k: v for k, v in kwargs.items() if k not in info.mutated and k not in DROPPED}
     out = info.shapes(*args, **kwargs)
-    # That of the functional overload also gives what the arguments become.
+    # The functional overload's function also gives the new values of the arguments.
     count = len(info.returns_mutated)
     return out[:count] if isinstance(out, tuple) and count > 1 else out
 

@@ -1,4 +1,4 @@
-"""Writes the layouts of a call's tensors, on several submeshes of one root, as layouts on one mesh.
+"""Writes the layouts of a call's tensors on several submeshes of one root as layouts on one mesh.
 
 `clip_grad_norm_` makes such calls: gradients on `mesh["tp"]` and on `mesh` in one list.
 """

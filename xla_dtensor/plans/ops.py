@@ -18,7 +18,7 @@ from xla_dtensor.lowering.meta import shapes_of
 from xla_dtensor.rules import changes as rules_changes
 from xla_dtensor.rules import find_registration
 
-# Where and how a result is stored is the runtime's business, not a lowering's.
+# Arguments about where and how a result is stored, which lowerings don't get.
 DROPPED = frozenset(
     {"device", "layout", "pin_memory", "memory_format", "non_blocking", "generator"}
 )
@@ -34,7 +34,7 @@ _FUNCTIONAL_NAMES = {
 }
 
 
-# Compared and hashed by identity: there is one per overload, and it begins every plan's key.
+# eq=False: one object per overload, compared by identity, which is fast in every plan's key.
 @dataclass(frozen=True, eq=False)
 class OpInfo:
     """An overload's static facts.

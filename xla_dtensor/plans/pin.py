@@ -1,5 +1,4 @@
-"""Shardings that XLA must be told, because it computes some matrix products wrong otherwise, and
-doesn't compile others.
+"""Pins: shardings that XLA must be told, because it otherwise computes or compiles wrongly.
 
 A value is asked for *exactly* as a rule says, or it is *held*: its dims keep the axes that they
 have, and XLA may shard them further, and those that have none; or it is *free*. What is needed
@@ -26,8 +25,8 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xla_dtensor.base.grips import Ask, Grip
 from xla_dtensor.base.jax_private import manual_axes
+from xla_dtensor.base.strictness import Ask, Strictness
 from xla_dtensor.base.xla_faults import PRODUCTS
 
 PLANE = PRODUCTS.axes[0] - 1
@@ -42,14 +41,18 @@ _primitive.def_abstract_eval(lambda value, **_: value)
 
 
 @_primitive.def_impl
-def _run(value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
-    return jax.lax.with_sharding_constraint(value, sharding) if grip is Grip.EXACT else value
+def _run(value: Any, *, sharding: Any, strictness: Strictness, loose: Strictness) -> Any:
+    return (
+        jax.lax.with_sharding_constraint(value, sharding)
+        if strictness is Strictness.EXACT
+        else value
+    )
 
 
 def pin(how: Ask) -> Pin:
     """What asks for shardings so."""
     return lambda value, sharding: _primitive.bind(
-        value, sharding=sharding, grip=how.grip, loose=how.loose
+        value, sharding=sharding, strictness=how.strictness, loose=how.loose
     )
 
 
@@ -73,18 +76,20 @@ tight = functools.partial(_lowering, "tight")
 """In what is lowered in this thread all is exactly as the rules say."""
 
 
-def _lower(context: Any, value: Any, *, sharding: Any, grip: Grip, loose: Grip) -> Any:
+def _lower(
+    context: Any, value: Any, *, sharding: Any, strictness: Strictness, loose: Strictness
+) -> Any:
     how = getattr(_state, "how", None)
-    grip = Grip.EXACT if how == "tight" else loose if how == "loose" else grip
-    if grip is Grip.HELD and not any(_groups(sharding.spec)):
-        grip = Grip.FREE
-    if grip is Grip.FREE:
+    strictness = Strictness.EXACT if how == "tight" else loose if how == "loose" else strictness
+    if strictness is Strictness.HELD and not any(_groups(sharding.spec)):
+        strictness = Strictness.FREE
+    if strictness is Strictness.FREE:
         return [value]
     constrain = mlir.lower_fun(
         lambda x: jax.lax.with_sharding_constraint(x, sharding), multiple_results=False
     )
     results = constrain(context, value)
-    if grip is Grip.HELD:
+    if strictness is Strictness.HELD:
         _open(results[0].owner)
     return results
 
@@ -99,12 +104,12 @@ def _open(constraint: Any) -> None:
     constraint.attributes["sharding"] = sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dims)
 
 
-def _batch(values: Any, dims: Any, *, sharding: Any, **grips: Grip) -> Any:
+def _batch(values: Any, dims: Any, *, sharding: Any, **strictness: Strictness) -> Any:
     (value,), (dim,) = values, dims
     spec: list[Any] = [*sharding.spec, *[None] * (value.ndim - 1 - len(sharding.spec))]
     spec.insert(dim, PartitionSpec.UNCONSTRAINED)
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    return _primitive.bind(value, sharding=sharding, **grips), dim
+    return _primitive.bind(value, sharding=sharding, **strictness), dim
 
 
 mlir.register_lowering(_primitive, _lower)
@@ -161,7 +166,7 @@ def _groups(spec: PartitionSpec) -> Iterator[tuple[str, ...]]:
 def _shardings(jaxpr: Any) -> Iterator[Any]:
     """What a program asks of XLA on its way, but for pins that are none in a loose one."""
     for equation in jaxpr.eqns:
-        if equation.primitive is _primitive and equation.params["loose"] is not Grip.EXACT:
+        if equation.primitive is _primitive and equation.params["loose"] is not Strictness.EXACT:
             continue
         if equation.primitive.name == "cut":
             yield from equation.params["call"].shardings()

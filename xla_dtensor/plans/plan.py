@@ -1,4 +1,4 @@
-"""`Plan`: how calls with one key are computed. Made in the first such call, kept in a cache."""
+"""`Plan`: how calls with one key are computed. Made at the first such call, kept in a cache."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Plan:
         fresh = [m for m, _ in metas_of_fresh(call, metas)]
         for meta in fresh:
             if meta is not None:
-                meta.offset = 0  # memory of its own
+                meta.offset = 0  # a fresh result has memory of its own
         place = place_of(call)
         answer = None if place.mesh is None else Answer(call, place.mesh, fresh)
         self.result_forms = output_forms(place, fresh, answer)
@@ -161,7 +161,7 @@ class Plan:
         self.of_scalars = not self.random and all(
             f.shape == () and not f.varying for f in forms if isinstance(f, Form)
         )
-        # Torch's compositions may look at strides.
+        # Only with a lowering: torch's decompositions may depend on strides.
         if self.frame is None and not self.mutated and info.lowering is not None:
             key = tuple([_without_strides(part) for part in call.key])
             self.same = _sames.get(key) or _sames.put(key, self)
@@ -177,7 +177,7 @@ def mutated_leaves(call: Call) -> list[int]:
     result = []
     for name in call.info.mutated:
         value = call.args[name] if isinstance(name, int) else call.kwargs.get(name)
-        # All that is written are tensors: alone, or in one list.
+        # A written argument is a tensor, or a list of tensors.
         slots = value if value.__class__ is list else [value]
         result += [slot.index for slot in slots if slot.__class__ is Slot]
     return result

@@ -20,7 +20,7 @@ from xla_dtensor.plans.ops import OpInfo
 from xla_dtensor.plans.result_placements import Answer, output_placements
 
 
-class Place(NamedTuple):
+class ResultDevices(NamedTuple):
     """Where a call's results are.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     memory: str | None
 
 
-def place_of(call: Call) -> Place:
+def place_of(call: Call) -> ResultDevices:
     """Where the results of a call are.
 
     Raises:
@@ -47,11 +47,11 @@ def place_of(call: Call) -> Place:
     """
     mesh, frame = _where(call)
     memory = None if frame is None else _memory(call)
-    return Place(mesh, frame, varying_axes(call, frame), has_no_value(call), memory)
+    return ResultDevices(mesh, frame, varying_axes(call, frame), has_no_value(call), memory)
 
 
 def output_forms(
-    place: Place, metas: list[Meta | None], answer: Answer | None
+    place: ResultDevices, metas: list[Meta | None], answer: Answer | None
 ) -> list[Form | None]:
     """The form of each result: its meta data from torch, its layout from the rules.
 
@@ -123,7 +123,7 @@ def written_form(tensor: Any, axes: tuple[str, ...], frame: Any, info: OpInfo) -
     """
     form, own, steps = tensor._storage_.form, tensor._form, tensor._steps
     if not (steps and isinstance(steps[0], CrossingStep)):
-        form = form.reduced()  # else written in the parts that the devices hold
+        form = form.reduced()  # but a `CrossingStep` writes a Partial's parts
     if not set(axes) - set(own.varying):
         return form
     if any(isinstance(step, CrossingStep) for step in tensor._steps):
@@ -187,7 +187,7 @@ def _where(call: Call) -> tuple[Any, Any]:
             )
         elif frame is not form.frame and mesh is None:
             if frame.root == form.frame.root:
-                frame = frame_of(frame.root)  # the finer one has all meshes' axes
+                frame = frame_of(frame.root)  # the refined frame has the axes of all meshes
             elif form.varying:
                 frame = form.frame
         if form.mesh is None:
@@ -245,7 +245,9 @@ def _writes_number(call: Call) -> bool:
     return all(n == 1 or not step for n, step in zip(form.shape, form.stride, strict=True))
 
 
-def grown_forms(call: Call, metas: list[Any], bases: list[Any], place: Place) -> list[Form | None]:
+def grown_forms(
+    call: Call, metas: list[Any], bases: list[Any], place: ResultDevices
+) -> list[Form | None]:
     """Per tensor written the form that it takes on because the result has another shape, or None.
 
     torch resizes ``out=`` tensors; they then are laid out as the rule says of the result.

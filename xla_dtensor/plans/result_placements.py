@@ -18,7 +18,7 @@ from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.mesh import Frame, dim_axes, dim_mesh_dims, frame_of, from_partition_spec
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 from xla_dtensor.plans.call import Call, fill
 from xla_dtensor.plans.lower import lowered_function
 from xla_dtensor.plans.meta import Meta
@@ -117,7 +117,7 @@ def pins(answer: Answer | None) -> Pins | None:
     if call.info.is_out:
         if how.out is None:
             return None
-        # Rules know the functional overload alone.
+        # Rules are given the functional overload, without `out`.
         whole = [[frame.replicated] if isinstance(form, Form) else [] for form in call.forms]
         return Pins(whole, [], frame.replicated, pin(how.out), pin(how.out))
     if call.info.mutated and how.in_place is not None:
@@ -127,7 +127,7 @@ def pins(answer: Answer | None) -> Pins | None:
 
 
 _BY_NAME = (Kind.CONVOLUTION, Kind.TRANSFORM, Kind.GATHER)
-_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED, Kind.ADDED)  # of all overloads
+_BY_PACKET = (Kind.PRODUCT, Kind.BATCHED, Kind.ADDED)  # for all overloads of an op
 
 
 def has_users_rule(func: Any) -> bool:
@@ -160,7 +160,7 @@ def _of_rule(answer: Answer, ask: Pin, ask_leaf: Pin, dims: int | None = None) -
     for form in call.forms:
         if isinstance(form, Form):
             axes = _axes(next(tensors), mesh, len(form.shape))
-            way = waypoints(frame, form.dim_axes, axes) if form.frame is frame else []
+            way = intermediate_shardings(frame, form.dim_axes, axes) if form.frame is frame else []
             inputs.append([*way, _sharding(frame, axes[:dims])])
         else:
             inputs.append(())
@@ -274,7 +274,7 @@ def _compiler_placements(
         )
         return [value for value in (*fresh, *writes) if value is not None]
 
-    # What varies is computed on each device by itself.
+    # Without varying axes: along those each device computes by itself.
     forms = [f.with_varying(()) if isinstance(f, Form) else f for f in call.forms]
     leaves = [
         jax.ShapeDtypeStruct(f.array_shape, f.jax_dtype, sharding=f.sharding)

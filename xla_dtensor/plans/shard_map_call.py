@@ -1,5 +1,6 @@
-"""Calls an operation under ``jax.shard_map`` where XLA's partitioner would cut it badly or wrong:
-loops over blocks, kernels, attention.
+"""Calls an operation under ``jax.shard_map`` where XLA's partitioner does badly or wrong.
+
+Those are loops over blocks, kernels, attention.
 
 Each device computes the shards that the operation's rule gives
 it, and what the rule calls ``Partial`` is summed up.
@@ -20,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.forms.form import Form
-from xla_dtensor.lowering.context import Axes, Place, at
+from xla_dtensor.lowering.context import Axes, Target, at
 from xla_dtensor.lowering.kinds import Kind, is_
 from xla_dtensor.lowering.workarounds import CALLS_PER_SHARD
 from xla_dtensor.mesh import Frame, dim_axes, frame_of, mesh_dim_axes
@@ -62,7 +63,7 @@ class ShardMapCall:
     ) -> None:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
         self._padded, self._query = padded, query
-        self._place = Place(platform_of(frame), [axes for axes in leaves if axes is not None])
+        self._place = Target(platform_of(frame), [axes for axes in leaves if axes is not None])
         self._others: dict[Any, ShardMapCall] = {}
 
     def call(
@@ -240,21 +241,21 @@ def cut_of(answer: Answer | None) -> ShardMapCall | None:
     call, mesh = answer.call, answer.mesh
     sliced = is_(Kind.SLICED, call.info.name)
     if sliced and CALLS_PER_SHARD.concerns(platform_of(frame_of(mesh))):
-        return None  # the lowering does it by itself, with uneven shards, too
+        return None  # the lowering calls shard by shard itself, uneven shards included
     if not sliced and not is_(Kind.CUT, call.info.name):
         return None
     merged = answer.merged
     if merged is None:
         return None
     if call.info.func.namespace == "aten" and has_users_rule(call.info.func):
-        # A rule that is not the library's own says where arguments and results lie, not that shards
-        # alone give the result: keys sharded by position, say. XLA can cut these, which have no
-        # loops (`result_placements.pins`).
+        # A user's rule says where arguments and results lie, not that each shard of the result
+        # needs only its shards of the arguments (keys may be sharded by position). XLA partitions
+        # these, which have no loops (`result_placements.pins`).
         return None
     shapes = [form.shape for form in call.forms if isinstance(form, Form)]
     if any(0 in shape for shape in shapes):
-        # Nothing to cut; and XLA makes constants of empty shards, of which it says then that they
-        # are no shards ("expected at least one operand ... GlobalToLocalShape", JAX 0.10).
+        # Nothing to cut, and XLA fails on it: it makes empty shards constants ("expected at least
+        # one operand ... GlobalToLocalShape", JAX 0.10).
         return None
     outputs = [
         ((), (Replicate(),) * mesh.ndim) if meta is None else (meta.shape, placements)
@@ -263,8 +264,8 @@ def cut_of(answer: Answer | None) -> ShardMapCall | None:
     every = [*zip(shapes, merged.inputs, strict=True), *outputs]
     whole = _uneven(every, mesh)
     if sliced and whole:
-        return None  # XLA communicates; every device would compute it all
-    # Values are whole: parts of a sum have been added up.
+        return None  # XLA communicates; in shard_map every device would compute everything
+    # Partial inputs are reduced before, so they are whole along these mesh dims.
     whole |= {i for inputs in merged.inputs for i, p in enumerate(inputs) if p.is_partial()}
     axes = [_axes(shape, placements, mesh, whole) for shape, placements in every]
     inputs = iter(axes)
@@ -303,7 +304,7 @@ def _uneven(tensors: Sequence[tuple[Any, Placements]], mesh: Any) -> set[int]:
                 if i not in whole and getattr(p, "dim", None) == dim and not p.is_partial()
             }
             if size % math.prod(mesh.shape[i] for i in own):
-                whole |= own  # what is even along more mesh dims is so along fewer
+                whole |= own  # one pass is enough: fewer mesh dims divide it, too
     return whole
 
 

@@ -1,4 +1,4 @@
-"""`ViewPlan`: how calls of one view overload make their views, of the same storage, uncomputed."""
+"""`ViewPlan`: how calls of a view overload make views of the same storage, without computing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ViewPlan:
         kwargs = tuple(sorted((k, freeze(v)) for k, v in call.kwargs.items()))
         self.of_memory = info.name == "aten::as_strided.default"
         if self.of_memory:
-            # The offset counts from the start of the memory; by default it is the base's own.
+            # as_strided's offset counts from the storage's start; its default is the base's offset.
             bound = dict(zip(info.argument_names[1:], args, strict=False)) | dict(kwargs)
             if bound.get("storage_offset") is None:
                 bound["storage_offset"] = base_form.offset
@@ -70,8 +70,8 @@ class ViewPlan:
         if torch.is_inference_mode_enabled() != is_inference and not (
             is_inference and self.is_detached
         ):
-            # As in torch, a view is what its base is: an ordinary tensor that shares its version,
-            # or one without. Only what was detached torch lets one write to.
+            # As in torch: a view is an inference tensor if its base is one, whatever mode is on;
+            # else it shares the base's version counter. Only a detached one may be written to.
             with torch.inference_mode(is_inference):
                 return self.make(base)
         storage, steps = base._storage_, base._steps
@@ -105,7 +105,7 @@ def _position_step(
     if name == "aten::select.int":
         start = bound["index"]
         if start < 0:
-            return None  # counted from the end: the same one in each round
+            return None  # counted from the end: the same in each round of a loop
     elif name == "aten::unbind.int":
         start = index
     else:

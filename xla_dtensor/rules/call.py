@@ -1,4 +1,4 @@
-"""`Call`: what a layout rule gets to see of a call: overload, arguments, shapes, mesh."""
+"""`Call`: the input of a layout rule: overload, arguments, shapes, mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to bring a tensor from one sharding to another, and the bytes that move.
+"""The cost of changing a tensor's sharding, and the bytes that move.
 
 A collective costs a start-up time, a hop per peer and its bytes over the link (the usual
 latency-bandwidth model of a ring). The constants are those of torch's own estimate for one host,

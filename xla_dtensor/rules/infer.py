@@ -1,4 +1,4 @@
-"""Asks layout rules: the placements of a call's results, and those to use its arguments in."""
+"""Asks layout rules for the placements of a call's results, and those its arguments should have."""
 
 from __future__ import annotations
 

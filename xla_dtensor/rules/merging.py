@@ -1,4 +1,4 @@
-"""What a rule sees of a tensor, and the two notations of a sharding.
+"""`TensorInfo`, the input of a rule per tensor, and shardings by tensor dim (`DimSharding`).
 
 Torch writes a sharding per *mesh* dim (``placements``); rules reason per *tensor* dim
 (`DimSharding`); Paddle's ``dims_mapping`` is the second with ``-1`` for "not sharded".

@@ -1,4 +1,4 @@
-"""Which XLA runtime is in use. Only this package talks to it about devices."""
+"""The XLA runtime: devices, processes, memory. Only this package talks to it about devices."""
 
 from xla_dtensor.runtime.jax_runtime import (
     all_devices,

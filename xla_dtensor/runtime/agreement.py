@@ -17,7 +17,7 @@ from xla_dtensor.base.config import config
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DivergenceError
-from xla_dtensor.runtime import processes, watch
+from xla_dtensor.runtime import heartbeats, processes
 from xla_dtensor.runtime.idle import is_idle
 
 logger = logging.getLogger("xla_dtensor")
@@ -98,7 +98,7 @@ def texts_of_all(what: str, own: str) -> list[str]:
         text = None
         while text is None:
             text = store.wait_for(f"{key}/{index}", 1)
-            if text is None and watch.has_ended(index):
+            if text is None and heartbeats.has_ended(index):
                 raise DivergenceError(
                     f"{processes.known(index)} has ended, where the others wait for it: {what}"
                 )
@@ -148,13 +148,13 @@ def _of(number: int, other: int, what: str, line: str) -> tuple[str, str]:
         if text is not None:
             found = json.loads(text)
             return found[0], found[1]
-        if watch.has_ended(other):
+        if heartbeats.has_ended(other):
             return "has come to the end of its program", ""
         waited += 1
-        there = watch.where(other)
+        there = heartbeats.where(other)
         if there is None:
             continue
-        if there.reads_for > watch.STUCK < waited and is_idle():
+        if there.reads_for > heartbeats.STUCK < waited and is_idle():
             # Nothing that this process has launched is left to wait for.
             return "waits for what all processes can compute together only", there.line
         if waited % _TELL == 0:

@@ -1,5 +1,4 @@
-"""Puts host values on devices and gets them back: the one place where it matters that a process
-reaches its own devices alone.
+"""Puts host values on devices and gets them back, where processes reach their own devices alone.
 
 What is put, every process has (a value that differs from process to process is put shard by shard,
 `put_shards`). What is got of an array that lies on several processes' devices is replicated first,

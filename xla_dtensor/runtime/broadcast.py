@@ -1,5 +1,4 @@
-"""Sends a host value of one process to all others, over the devices; compares values that several
-processes hold."""
+"""Sends a host value of one process to all others, over the devices; compares values."""
 
 from __future__ import annotations
 

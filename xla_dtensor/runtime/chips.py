@@ -1,4 +1,4 @@
-"""What chips can do, from their makers' tables."""
+"""What chips can do: memory, FLOP/s and bandwidths, from their makers' tables."""
 
 from __future__ import annotations
 

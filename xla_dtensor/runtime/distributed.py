@@ -1,4 +1,4 @@
-"""Several processes, one program: `initialize` makes this process one of them.
+"""`initialize`: makes this process one of several that run one program.
 
 JAX's multi-controller (``jax.distributed``) does the work: every process runs the same script, and
 all their devices are one list. The processes are started by torchrun, mpirun, srun, Kubernetes,
@@ -21,7 +21,7 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.config import config, fix
 from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import launchers, processes, rendezvous, watch
+from xla_dtensor.runtime import heartbeats, launchers, processes, rendezvous
 from xla_dtensor.runtime.launchers import Launch
 
 __all__ = [
@@ -174,7 +174,7 @@ def shutdown() -> None:
     import jax
 
     if processes.several():
-        watch.stop()
+        heartbeats.stop()
         jax.distributed.shutdown()
 
 
@@ -255,7 +255,7 @@ def _join(
     table = _table(launch, store)
     address = global_state.coordinator_address or ""
     processes.join(launch.process_id, table, store, address)
-    watch.start(timeout)
+    heartbeats.start(timeout)
     fix("start_timeout", "heartbeat_timeout")
 
 
@@ -271,7 +271,7 @@ def described() -> str:
 def _connect(
     jax: Any, address: str, launch: Launch, ids: Sequence[int] | None, timeout: float
 ) -> None:
-    """Start JAX's distributed runtime. Our own signs of life (`watch`) are looked at more often
+    """Start JAX's distributed runtime. Our own heartbeats (`heartbeats.py`) are read more often
     than JAX's, which end the process without saying whose are missing."""
     # JAX looks at the environment again where it isn't told everything.
     arguments: dict[str, Any] = {

@@ -1,5 +1,7 @@
-"""NVIDIA's GPUs that aren't here, as XLA's GPU compiler wants them described: it is part of JAX's
-CUDA plugin, and needs neither a GPU nor a driver."""
+"""Describes NVIDIA GPUs that aren't here to XLA's GPU compiler.
+
+It is part of JAX's CUDA plugin, and needs neither a GPU nor a driver.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the devices have anything left to do."""
+"""Whether this process's devices have finished all launched work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JAX runtime: which devices there are, and starting them.
+"""Starts the JAX runtime, and lists its devices.
 
 The only module that knows how XLA's devices come into being. Nothing here runs at import time:
 JAX's backend starts with the first mesh or tensor.

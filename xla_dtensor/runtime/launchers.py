@@ -1,4 +1,4 @@
-"""Who started this process, and as which of how many: read from the variables that launchers set.
+"""Reads from launchers' environment variables which process of how many this one is.
 
 torchrun's and Horovod's are read here, those that JAX knows (SLURM, Open MPI, Cloud TPU,
 Kubernetes) by JAX. Nothing here connects to anything.

@@ -1,4 +1,4 @@
-"""What the devices are, and how much of their memory is in use: what ``torch.xla`` tells.
+"""The devices' properties, and the memory in use, as ``torch.xla`` reports them.
 
 The process's devices are one to torch. Where torch has one number, it is that of the device that
 holds the most: the one that a larger model would not fit on. Of simulated devices, whose allocator

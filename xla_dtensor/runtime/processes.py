@@ -1,5 +1,4 @@
-"""The processes of the program: which one this is, who the others are, and what they tell each
-other through JAX's key-value store.
+"""The processes of the program: which one this is, and JAX's key-value store between them.
 
 One process that nobody launched with others is the only one of itself; then nothing here does
 anything.

@@ -1,4 +1,4 @@
-"""Compiled programs are kept between runs, in the user's cache folder: JAX's persistent cache.
+"""JAX's persistent cache of compiled programs, in the user's cache folder.
 
 Whoever has configured JAX's own (``JAX_COMPILATION_CACHE_DIR``, ``jax.config``) keeps what they
 have. ``xd.config.cache`` says where.

@@ -1,4 +1,4 @@
-"""Which of the user's lines a process is at, told to the others with its signs of life.
+"""The line of the user's code that a process is at, sent to the others with its heartbeats.
 
 A process that waits for another one to come to the same point can so tell a slow one from one that
 waits for it in turn: it reads what all processes have to compute.

@@ -1,4 +1,4 @@
-"""Flags of XLA, by the JAX that knows them: XLA ends the process at one that it doesn't know."""
+"""Flags of XLA by JAX version: XLA ends the process at a flag that it doesn't know."""
 
 from __future__ import annotations
 

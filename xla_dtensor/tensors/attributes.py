@@ -1,4 +1,4 @@
-"""What we keep on a tensor, and what of its ``__dict__`` is the user's."""
+"""Which attributes in a tensor's ``__dict__`` are the package's, and which the user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from xla_dtensor.base import thread_state
 
 # What the classes and DTensor keep on a tensor; other attributes are the user's.
 OWN_ATTRIBUTES = frozenset(
-    {"_storage_", "_steps", "_own_form", "_cache", "_spec", "_landing", "_local", "_seat", "_kept"}
+    {
+        "_storage_",
+        "_steps",
+        "_own_form",
+        "_cache",
+        "_spec",
+        "_grad_hook",
+        "_local",
+        "_alive",
+        "_kept",
+    }
     | {"_summed"}
 )
 

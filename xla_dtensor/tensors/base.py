@@ -1,4 +1,4 @@
-"""`TensorMethods`, of both tensor classes: storage and steps, autograd, indexing, copying."""
+"""`TensorMethods`, the base of both tensor classes: storage and view steps, autograd, indexing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class TensorMethods(HasMemory):
     _steps: tuple[Step, ...] = ()
     _own_form: Form
     _cache: Any = None
-    _seat: Any = None  # what tells the storage that the tensor exists, see forms/storage.py
+    _alive: Any = None  # what tells the storage that the tensor exists, see forms/storage.py
 
     @staticmethod
     def __new__(

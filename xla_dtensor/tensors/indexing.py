@@ -1,4 +1,4 @@
-"""``x[i]`` and ``x[i] = v`` with an index ``i`` that has no one value in Python.
+"""``x[i]`` and ``x[i] = v`` with an index ``i`` whose value Python can't know.
 
 torch takes a 0-d integer tensor in an index for a number (``.item()``) and selects. Of a tensor
 that differs per device there is no such number, and inside a compiled step none yet; so it gathers

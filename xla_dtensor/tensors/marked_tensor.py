@@ -96,10 +96,10 @@ def shard_in_place(tensor: Any, sharded: XLAShardedTensor) -> None:
 
 def unshard_in_place(tensor: Any, whole: XLATensor) -> None:
     """The way back from `shard_in_place`, for a `MarkedTensor`."""
-    landing = getattr(tensor, "_landing", None)
-    if landing is not None:
-        landing.remove()
-        del tensor._landing
+    hook = getattr(tensor, "_grad_hook", None)
+    if hook is not None:
+        hook.remove()
+        del tensor._grad_hook
     tensor.__class__ = XLATensor
     for name in ("_spec", "_local"):
         vars(tensor).pop(name, None)

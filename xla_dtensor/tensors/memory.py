@@ -1,4 +1,4 @@
-"""What torch's storages say of xla tensors: who shares memory with whom, and how much it is.
+"""torch's storages of xla tensors: which tensors share memory, and how many bytes.
 
 Libraries that save models find shared weights by it (safetensors, huggingface_hub). There is no
 address: a ``jax.Array`` is replaced by each write, and may lie on many devices. So a number stands

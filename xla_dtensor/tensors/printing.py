@@ -1,4 +1,4 @@
-"""``repr`` of tensors: the values as torch prints them, and where they are.
+"""``repr`` of tensors: the values as torch prints them, and their mesh and placements.
 
 Of a large tensor torch prints the elements at the edges. Only they leave the devices: a CPU tensor
 with the same edges, and little between them, is printed in its place.

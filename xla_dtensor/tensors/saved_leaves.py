@@ -1,9 +1,9 @@
-"""Remembers the memory of leaves saved for a backward pass that get other memory before it runs.
+"""Remembers what leaves saved for backward were, if they get other memory before it runs.
 
 A leaf does so by ``w.data = ...`` or ``module.to``. torch saves views of some leaves, which stay
-where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `Kept` here. It
-holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard` does). When
-the leaf moves, the `Kept` is told what the leaf was.
+where they are (``linear`` its transposed weight). Who saves the leaf itself takes a `SavedLeaf`
+here. It holds no memory: that is the saved tensor's, which hooks may pack away (`fully_shard`
+does). When the leaf moves, the `SavedLeaf` gets what the leaf was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 _ATTRIBUTE = "_kept"
 
 
-class Kept:
+class SavedLeaf:
     """What a leaf's storage was when the leaf was saved, if it has another one now.
 
     Attributes:
@@ -45,12 +45,12 @@ class Kept:
         return type(tensor)(storage, form, steps)
 
 
-def keep(tensor: Any) -> Kept | None:
+def keep(tensor: Any) -> SavedLeaf | None:
     """For who saves ``tensor`` for a backward pass; None of what is no leaf, or not ours."""
     if not hasattr(tensor, "_storage_") or not tensor.is_leaf:
         return None
     if getattr(tensor, _ATTRIBUTE, None) is None:  # or of others who have saved it where it is now
-        setattr(tensor, _ATTRIBUTE, Kept())
+        setattr(tensor, _ATTRIBUTE, SavedLeaf())
     return getattr(tensor, _ATTRIBUTE)
 
 

@@ -1,5 +1,7 @@
-"""Pickling, ``copy`` and ``torch.save``: a tensor is saved as its full value and its layout; of one
-that varies from device to device, the values of all devices."""
+"""Pickling, ``copy`` and ``torch.save``: a tensor's full value and its layout are saved.
+
+Of one that varies from device to device it is the values of all devices.
+"""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     """
     if not leaf.is_leaf or not leaf.requires_grad:
         return
-    handle = getattr(leaf, "_landing", None)
+    handle = getattr(leaf, "_grad_hook", None)
     if handle is not None:
         if handle.layout == (leaf.device_mesh, leaf.placements):
             return
@@ -322,8 +322,8 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             target = targets[source] = source.with_placements(mesh, wanted)
         return backend().to_form(grad, target)
 
-    leaf._landing = leaf.register_hook(land)
-    leaf._landing.layout = mesh, leaf.placements
+    leaf._grad_hook = leaf.register_hook(land)
+    leaf._grad_hook.layout = mesh, leaf.placements
 
 
 DTENSORS = (DTensor, XLAShardedTensor)

@@ -1,5 +1,7 @@
-"""torchtitan's trainer on xla meshes: ``python -m xla_dtensor.torchtitan`` with its arguments; and
-what a script says of torchtitan's experts here."""
+"""torchtitan's trainer on xla meshes: ``python -m xla_dtensor.torchtitan`` with its arguments.
+
+And what a script says of torchtitan's experts here.
+"""
 
 from typing import TYPE_CHECKING, Any
 

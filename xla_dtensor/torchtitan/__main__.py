@@ -1,4 +1,4 @@
-"""``python -m xla_dtensor.torchtitan --module llama3 --config llama3_debugmodel ...``
+"""``python -m xla_dtensor.torchtitan --module llama3``: runs torchtitan's trainer.
 
 What ``torchrun -m torchtitan.train`` does with one process per device, in one process for all of
 them; all arguments are torchtitan's. On a machine without accelerators ``NGPU``, by which

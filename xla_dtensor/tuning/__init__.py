@@ -1,4 +1,4 @@
-"""Which mesh and which layouts a training step should have: see README.md."""
+"""Finds the mesh and the layouts for a training step: see README.md."""
 
 from xla_dtensor.tuning.configuration import Configuration
 from xla_dtensor.tuning.result import Tuned

@@ -1,4 +1,4 @@
-"""A mesh, layouts of parameters and batch, and what is computed again: what `xd.tune` looks for."""
+"""`Configuration`: a mesh, layouts of parameters and batch, and which layers are recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes by its layouts alone, before XLA has seen it."""
+"""Estimates a step's time from its layouts alone, before XLA compiles it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.layouts.choice import Choice, Move
-from xla_dtensor.planning.collectives import Collective, Part
+from xla_dtensor.planning.collectives import HloCollective, Part
 from xla_dtensor.planning.flops import kind_of
 from xla_dtensor.planning.links import Links, links
 from xla_dtensor.planning.program_text import Shaped
@@ -86,7 +86,7 @@ def _seconds(move: Move, problem: Problem, over: Links) -> float:
     groups = _groups(problem, move.axes)
     if move.kind == "collective-permute":
         groups = tuple(pair for group in groups for pair in itertools.pairwise(group))
-    collective = Collective(move.kind, move.times, (part,), move.axes, size, groups)
+    collective = HloCollective(move.kind, move.times, (part,), move.axes, size, groups)
     return over.seconds(collective) * move.times
 
 

@@ -1,4 +1,4 @@
-"""Which meshes are looked at, and what their dims may do."""
+"""Lists the meshes that are tried, and what their dims may shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `xd.tune` has found, as a picture: memory against time."""
+"""The results of `xd.tune` as a picture: memory against time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A step whose parameters may lie in any way: how they should on a mesh, by the integer program
-that lays out all else (`layouts/README.md`).
+"""Chooses the placements of a step's parameters on one mesh, by an integer program.
+
+It is the one that lays out all other values, too (`layouts/README.md`).
 
 The step is traced with whole parameters, so that its program is the logical one. Then the
 parameters, and the optimizer's state, are values like all others: a value that several operations

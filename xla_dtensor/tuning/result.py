@@ -1,4 +1,4 @@
-"""What `xd.tune` has found."""
+"""The result of `xd.tune`: the trials, and the best of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One configuration, and what is known of it."""
+"""`Trial`: one configuration, and its memory and time: estimated, compiled or measured."""
 
 from __future__ import annotations
 

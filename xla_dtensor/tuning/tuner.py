@@ -1,5 +1,7 @@
-"""The search: meshes, and for each the layouts that its integer program finds; XLA has the last
-word on the best."""
+"""The search of `xd.tune`: meshes, and for each the layouts that its integer program finds.
+
+XLA's compiler has the last word on the best.
+"""
 
 from __future__ import annotations
 

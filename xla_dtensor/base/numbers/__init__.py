@@ -1,1 +1,1 @@
-"""Numbers of Python's that are inputs of a program, while its trace computes with them."""
+"""Symbolic numbers: Python numbers that are inputs of a program, while a step is traced."""

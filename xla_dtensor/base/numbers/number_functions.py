@@ -1,4 +1,4 @@
-"""Functions of numbers, symbolic ones among them."""
+"""``max``, ``min`` and the value of numbers that may be symbolic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a trace that are only printed or logged.
+"""Finds symbolic numbers that are only printed or logged: the program needn't depend on them.
 
 What a compiled step prints is printed when it is traced, so that it may show the number of that
 call without the program depending on it. `PrintedNumbers` gives ``print`` and log records plain

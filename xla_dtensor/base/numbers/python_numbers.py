@@ -1,4 +1,4 @@
-"""Numbers that are inputs of a trace, as the Python of a compiled step sees them.
+"""Symbolic numbers that Python code takes for ``float`` and ``int``, while a step is traced.
 
 They are `torch.SymFloat` and `torch.SymInt` that say to be a float and an int. What Python computes
 with them it computes again in each call, on the host, with the operators and functions of Python

@@ -1,4 +1,4 @@
-"""Numbers whose value is an input of the program that is being traced.
+"""Symbolic numbers: ``torch.SymFloat``s and ``SymInt``s whose value is an input of the program.
 
 An optimizer's learning rate, or an argument that is another number in every call, is a Python
 number in torch's code, but must not become a constant of the compiled step. While a step is traced

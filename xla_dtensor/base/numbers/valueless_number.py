@@ -1,5 +1,4 @@
-"""Numbers that have no value while a program is built: torch's Python computes with them, and
-whoever asks what they are is refused."""
+"""Symbolic numbers without a value: torch can compute with them, but asking for it raises."""
 
 from __future__ import annotations
 

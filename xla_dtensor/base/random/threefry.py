@@ -1,4 +1,4 @@
-"""Whether a backend computes Threefry right, the function that every random number is made by.
+"""Checks that a backend computes Threefry, the function behind JAX's random numbers, correctly.
 
 A backend of which nobody knows may lack some of its steps, and wrong random numbers look like right
 ones. So on such a backend the first random operation of a process asks for known answers, once.

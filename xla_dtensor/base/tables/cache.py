@@ -1,4 +1,4 @@
-"""What is kept from one call to the next: caches with a name and a limit, and interned objects.
+"""Caches with a name and a limit, and tables of interned objects; all can be listed and cleared.
 
 `caches` lists all of them, `clear` empties them. Whoever keeps something of the kind makes a
 `Cache` (or an `Interned`), which is listed as long as it exists.

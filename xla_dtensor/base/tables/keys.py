@@ -1,4 +1,4 @@
-"""Values as parts of keys."""
+"""Makes values hashable for cache keys, and tells apart those that Python calls equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is registered under names, and who is told of it."""
+"""Registries of objects by name, which call listeners when something is registered."""
 
 from __future__ import annotations
 

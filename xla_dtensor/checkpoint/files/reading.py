@@ -1,4 +1,4 @@
-"""Loading with ``torch.distributed.checkpoint``: tensor after tensor, the bytes that are wanted."""
+"""Loading with ``torch.distributed.checkpoint``: tensor by tensor, only the bytes needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from xla_dtensor.checkpoint.files.metadata import check_complete, check_files, inside, read_metadata
-from xla_dtensor.checkpoint.files.records import Part, read_parts, stored_tensor
+from xla_dtensor.checkpoint.files.records import StoredBox, read_parts, stored_tensor
 from xla_dtensor.errors import CheckpointError
 
 
@@ -114,7 +114,7 @@ class FileSystemReader(TorchReader):
                     f" into a tensor of shape {list(target.shape)}"
                 )
             targets.append((item, target))
-            parts.append(Part(tuple(item.storage_offsets), target.detach()))
+            parts.append(StoredBox(tuple(item.storage_offsets), target.detach()))
         if not parts:
             return
         try:

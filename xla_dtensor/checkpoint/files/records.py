@@ -181,7 +181,7 @@ def stored_tensor(file: BinaryIO, offset: int, length: int) -> StoredTensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredBox:
     """A box of a stored tensor that is wanted.
 
     Attributes:
@@ -193,7 +193,7 @@ class Part:
     target: torch.Tensor
 
 
-def read_parts(file: BinaryIO, stored: StoredTensor, parts: Sequence[Part]) -> None:
+def read_parts(file: BinaryIO, stored: StoredTensor, parts: Sequence[StoredBox]) -> None:
     """Read boxes of a stored tensor, in another dtype where the targets have one.
 
     Raises:
@@ -212,7 +212,9 @@ def read_parts(file: BinaryIO, stored: StoredTensor, parts: Sequence[Part]) -> N
         _read_with_gaps(file, stored, parts)
         return
     boxes = [
-        Part(tuple(p.offsets[d] for d in order), p.target.permute(order) if order else p.target)
+        StoredBox(
+            tuple(p.offsets[d] for d in order), p.target.permute(order) if order else p.target
+        )
         for p in parts
     ]
     if not order:
@@ -237,7 +239,7 @@ class _Reader:
         self._file, self._stored, self._sizes, self._steps = file, stored, sizes, steps
         self._itemsize = stored.dtype.itemsize
 
-    def is_sparse(self, boxes: list[Part]) -> bool:
+    def is_sparse(self, boxes: list[StoredBox]) -> bool:
         """Whether to read stretch by stretch, and not all rows in which anything is wanted."""
         stretches = [self._stretch(box) * self._itemsize for box in boxes]
         if min(stretches) >= _STRETCH:
@@ -246,7 +248,7 @@ class _Reader:
         wanted = sum(box.target.numel() for box in boxes)
         return min(stretches) >= _LEAST and 2 * wanted < (last - first) * self._steps[0]
 
-    def _stretch(self, box: Part) -> int:
+    def _stretch(self, box: StoredBox) -> int:
         """How many elements of a box lie next to one another."""
         count = 1
         for n, size in zip(reversed(box.target.shape), reversed(self._sizes), strict=True):
@@ -255,11 +257,11 @@ class _Reader:
                 break
         return count
 
-    def _rows(self, boxes: list[Part]) -> tuple[int, int]:
+    def _rows(self, boxes: list[StoredBox]) -> tuple[int, int]:
         first = min(box.offsets[0] for box in boxes)
         return first, max(box.offsets[0] + box.target.shape[0] for box in boxes)
 
-    def read_stretches(self, box: Part) -> None:
+    def read_stretches(self, box: StoredBox) -> None:
         """Each stretch by itself, straight to where it is wanted if that lies likewise."""
         shape = box.target.shape
         dim = len(shape)
@@ -283,7 +285,7 @@ class _Reader:
                 data = _read(self._file, self._stored, start + row * step, some.numel())
                 _fill(some, data)
 
-    def read_rows(self, boxes: list[Part]) -> None:
+    def read_rows(self, boxes: list[StoredBox]) -> None:
         """Whole rows in blocks, and of each block what is wanted: columns of a few bytes are not
         worth a read each."""
         first, last = self._rows(boxes)
@@ -304,7 +306,7 @@ class _Reader:
                     part, at = found
                     _fill(part.target, block[_box((at, *part.offsets[1:]), part.target.shape)])
 
-    def _read_rows_apart(self, boxes: list[Part], first: int, last: int) -> None:
+    def _read_rows_apart(self, boxes: list[StoredBox], first: int, last: int) -> None:
         for row in range(first, last):
             inside = [found for box in boxes if (found := _overlap(box, row, row + 1))]
             if inside:
@@ -314,21 +316,21 @@ class _Reader:
                     tuple(self._sizes[1:]),
                     tuple(self._steps[1:]),
                 )
-                parts = [Part(part.offsets[1:], part.target[0]) for part, _ in inside]
+                parts = [StoredBox(part.offsets[1:], part.target[0]) for part, _ in inside]
                 read_parts(self._file, inner, parts)
 
     def _at(self, element: int) -> int:
         return self._stored.begin + element * self._itemsize
 
 
-def _overlap(box: Part, first: int, stop: int) -> tuple[Part, int] | None:
+def _overlap(box: StoredBox, first: int, stop: int) -> tuple[StoredBox, int] | None:
     """What of a box lies in rows ``first`` to ``stop``, and at which of them it begins."""
     begin = max(box.offsets[0], first)
     end = min(box.offsets[0] + box.target.shape[0], stop)
     if begin >= end:
         return None
     target = box.target[begin - box.offsets[0] : end - box.offsets[0]]
-    return Part((begin, *box.offsets[1:]), target), begin - first
+    return StoredBox((begin, *box.offsets[1:]), target), begin - first
 
 
 def _positions(shape: Sequence[int]) -> Any:
@@ -338,7 +340,7 @@ def _positions(shape: Sequence[int]) -> Any:
     return ((i, *rest) for i in range(shape[0]) for rest in _positions(shape[1:]))
 
 
-def _read_with_gaps(file: BinaryIO, stored: StoredTensor, parts: Sequence[Part]) -> None:
+def _read_with_gaps(file: BinaryIO, stored: StoredTensor, parts: Sequence[StoredBox]) -> None:
     """Of a tensor whose values lie apart, or several at one place: everything in between, too."""
     last = sum((n - 1) * step for n, step in zip(stored.sizes, stored.strides, strict=True))
     data = _read(file, stored, 0, last + 1).as_strided(stored.sizes, stored.strides)

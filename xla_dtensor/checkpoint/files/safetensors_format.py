@@ -22,7 +22,7 @@ import torch
 from xla_dtensor.checkpoint.files.manifest import sync_folder
 from xla_dtensor.checkpoint.files.metadata import inside
 from xla_dtensor.checkpoint.files.records import StoredTensor, bytes_of
-from xla_dtensor.checkpoint.files.streams import Stream
+from xla_dtensor.checkpoint.files.streams import FileStream
 from xla_dtensor.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -217,12 +217,12 @@ def write_files(
 
 
 @contextlib.contextmanager
-def _completed(path: Path) -> Iterator[Stream]:
+def _completed(path: Path) -> Iterator[FileStream]:
     """A file that gets its name when the block has ended and it is on the disk."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("wb", buffering=0) as raw:
-            stream = Stream(raw)
+            stream = FileStream(raw)
             yield stream
             stream.sync()
         unfinished.rename(path)
@@ -232,7 +232,7 @@ def _completed(path: Path) -> Iterator[Stream]:
 
 
 def _write(
-    file: Stream,
+    file: FileStream,
     tensors: Mapping[str, Described],
     value_of: Callable[[str], torch.Tensor],
     about: Mapping[str, str],

@@ -1,4 +1,4 @@
-"""A stream that has a large file on its way to the disk while it is written, not at the sync."""
+"""A file stream that starts writing to disk as it is filled, not only at the final sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _BEHIND = 32 * 2**20
 
 
-class Stream(io.RawIOBase):
+class FileStream(io.RawIOBase):
     """A file that is written once, counted, and on its way to the disk while it is.
 
     Linux would begin to write it to the disk when there is much to write, or a sync asks for it,

@@ -1,4 +1,4 @@
-"""Writing with ``torch.distributed.checkpoint``, with checksums, and until it is on the disk."""
+"""Writing with ``torch.distributed.checkpoint``: with checksums, and synced to disk at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from xla_dtensor.base.torch_private import StorageInfo
-from xla_dtensor.checkpoint.files.streams import Stream
+from xla_dtensor.checkpoint.files.streams import FileStream
 from xla_dtensor.errors import CheckpointError
 
 _CHECKSUMS = "xla_dtensor.checksums"
@@ -130,7 +130,7 @@ class _Files(FileSystem):
                 if "w" not in mode:
                     yield raw
                     return
-                stream = Stream(raw)
+                stream = FileStream(raw)
                 yield stream
                 stream.sync()
                 self._files[path.name] = stream.position, stream.checksum

@@ -1,4 +1,4 @@
-"""HyperParallel's names for what ``x.layout`` is, found where `xla_dtensor.Layout` has none."""
+"""HyperParallel's attributes of ``x.layout`` that `xla_dtensor.Layout` doesn't have."""
 
 from __future__ import annotations
 

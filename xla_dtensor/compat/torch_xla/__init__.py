@@ -1,6 +1,7 @@
-"""torch_xla's names: ``import xla_dtensor.compat.torch_xla as torch_xla``, or, with no line of a
-program changed, ``python -m xla_dtensor.compat.torch_xla program.py``. ``docs/torch_xla.md`` has
-what is there and what isn't.
+"""torch_xla's names: ``import xla_dtensor.compat.torch_xla as torch_xla``.
+
+Or, with no line of a program changed, ``python -m xla_dtensor.compat.torch_xla program.py``.
+``docs/torch_xla.md`` has what is there and what isn't.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""``python -m xla_dtensor.compat.torch_xla program.py arguments``: run a program for torch_xla as
-it is. ``-m package.module`` runs a module.
+"""``python -m xla_dtensor.compat.torch_xla program.py``: runs an unchanged torch_xla program.
+
+Arguments follow the program's name; ``-m package.module`` runs a module.
 
 ``PJRT_DEVICE`` and ``CPU_NUM_DEVICES`` mean what they mean to torch_xla.
 """

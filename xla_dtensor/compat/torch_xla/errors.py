@@ -1,4 +1,4 @@
-"""What torch_xla asserts."""
+"""`SpmdError`: what torch_xla raises by ``assert`` for meshes and shards that don't fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``torch_xla.runtime``: which devices there are. One process drives all of them, as torch_xla does
-in SPMD mode; several processes are those of a launcher (`docs/several_processes.md`)."""
+"""``torch_xla.runtime``: how many devices and processes there are, and what they are called.
+
+One process drives all devices, as torch_xla does in SPMD mode; several processes are those of a
+launcher (`docs/several_processes.md`).
+"""
 
 from __future__ import annotations
 

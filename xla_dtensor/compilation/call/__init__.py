@@ -1,1 +1,1 @@
-"""One call of a step: its arguments, and where inputs come from."""
+"""One call of a compiled step: its arguments, its program's inputs, and its results."""

@@ -1,4 +1,4 @@
-"""Names of arguments, in messages: ``argument [0].scale``."""
+"""Names of a step's arguments in messages: ``argument [0].scale``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of a compiled step is given: the part that may vary, and a key of the rest."""
+"""Splits a call's arguments into leaves, which may vary, and a hashable key of the rest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xla_dtensor.compilation.objects.kinds import (
     mapped,
     places_of,
 )
-from xla_dtensor.compilation.objects.kinds_of_code import Stream, without_cells
+from xla_dtensor.compilation.objects.kinds_of_code import IteratorArgument, without_cells
 from xla_dtensor.compilation.objects.places import UNREAD, Attributes, Place
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.external_tensors import hooks_of
@@ -43,7 +43,7 @@ Plant = Callable[[Place, Any, Any], None]
 """Puts something into a place for the time of a trace."""
 
 
-# What torch itself knows of a tensor and few steps ask for.
+# Attributes of torch's tensors that are in the key only if the step's code reads them.
 _ASKED = frozenset({"_version", "is_inference"})
 
 
@@ -70,7 +70,7 @@ class Arguments:
         lengths: the numbers that are the lengths of what has been, by position.
     """
 
-    # Of most calls.
+    # What most calls have: no such arguments.
     carried: tuple[Any, ...] = ()
     lengths: frozenset[int] = frozenset()
     fields: frozenset[int] = frozenset()
@@ -94,7 +94,7 @@ class Arguments:
         self.numbers: dict[int, int | float] = {}
         self.containers: list[Any] = []
         self.arrays: list[tuple[Any, Any]] = []
-        # What the step's code may read from: how it is called for messages, of which value.
+        # Objects whose attributes the step's code may read: (prefix in messages, argument, object).
         self._objects: list[tuple[str, Any, Any]] = []
         self._index: dict[int, int] = {}
         self._parts: list[Any] = []
@@ -127,7 +127,7 @@ class Arguments:
             return None
         count = len(self.containers)
         index = self._index.setdefault(id(value), count)
-        if index < count:  # the same object once more, or in itself
+        if index < count:  # it occurs twice, or contains itself
             return index
         self.containers.append(value)
         data, parts = kind.split(value)
@@ -210,7 +210,7 @@ class Arguments:
             return (
                 (cls, *value.shape),
                 value.stride(),
-                value._is_view(),  # of which another part may be what the step finds elsewhere
+                value._is_view(),  # the step may reach another view of its base
                 value.dtype,
                 value.device,
                 value.requires_grad,
@@ -297,7 +297,7 @@ class Arguments:
             for name in place.content().keys() - (reads or frozenset()):
                 plant(place, name, UNREAD)
         self.end_trace()
-        has_streams = any(type(value) is Stream for value in self.containers)
+        has_streams = any(type(value) is IteratorArgument for value in self.containers)
         if not numbers and not self._cut and not has_streams:
             return self.args, self.kwargs
         positions = itertools.count()
@@ -376,7 +376,7 @@ class Arguments:
         """Whether the step has changed what isn't changed in each call: an array, or an object that
         was made for the trace."""
         for value in self.containers:
-            if type(value) is Stream:
+            if type(value) is IteratorArgument:
                 value.check()
         return any(content_of(value) != content for value, content in self.arrays) or any(
             ids_of_parts(new) != parts for new, parts in self._rebuilt

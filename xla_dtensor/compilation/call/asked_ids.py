@@ -1,4 +1,4 @@
-"""Whether a step asks for the ``id`` of its arguments."""
+"""Whether a step calls ``id`` on its arguments, which gives another number in each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that have another length in every call: padded to the next of a few sizes.
+"""Arguments whose length varies from call to call: padded to the next of a few sizes.
 
 A program is for one shape. So a compiled step pads the arguments that its user names, takes their
 true lengths as inputs, and cuts what it returns back. Which dims of the results are the padded ones

@@ -1,4 +1,4 @@
-"""Inputs of a program that are arrays of storages."""
+"""Inputs of a program that are the arrays of storages: gathered and checked for each call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Arrays:
 
     def __init__(self, sources: list[ArraySource], frame: Frame | None) -> None:
         self.sources, self._frame = sources, frame
-        # Of arguments and gradients each call has its own; the others tell when they change.
+        # None for arguments and gradients, which are others in each call; the rest moves the epoch.
         self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
         self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.is_fixed]
         of_arguments = [(i, s) for i, s in enumerate(sources) if isinstance(s, ArgumentSource)]

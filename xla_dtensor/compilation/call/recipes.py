@@ -9,7 +9,7 @@ import torch
 
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.run import Run
-from xla_dtensor.compilation.objects.kinds_of_code import Stream
+from xla_dtensor.compilation.objects.kinds_of_code import IteratorArgument
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import Step, ViewStep, is_at_traced
@@ -89,7 +89,7 @@ class ViewRecipe(Recipe):
     def make(self, run: Run) -> Any:
         tensor = run.made.get(id(self))
         if tensor is None:
-            with disable_function_of_subclasses():  # the step has asked them
+            with disable_function_of_subclasses():  # their __torch_function__ ran in the trace
                 tensor = run.made[id(self)] = self._view(self._base(run))
             if self.shown is not None:
                 show_as(tensor, self.shown)
@@ -178,7 +178,7 @@ class ArgumentTensor(Recipe):
         return run.arguments.tensors[self.index]
 
     def shape(self, arguments: Any) -> tuple[int, ...] | None:
-        known = self.index < len(arguments.tensors)  # the others are what the step keeps
+        known = self.index < len(arguments.tensors)  # carried state comes behind the arguments
         return tuple(arguments.tensors[self.index].shape) if known else None
 
 
@@ -192,7 +192,7 @@ class ArgumentContainer(Recipe):
 
     def make(self, run: Run) -> Any:
         found = run.arguments.containers[self.index]
-        return found.iterator if type(found) is Stream else found
+        return found.iterator if type(found) is IteratorArgument else found
 
 
 class LeafGradient(Recipe):
@@ -271,7 +271,7 @@ class HostTensor(Recipe):
         whole = self.of.read(run.arguments)
         if made.untyped_storage()._cdata == whole.untyped_storage()._cdata:
             return made
-        # What the step writes to is a copy in the host's program.
+        # The host's program writes to a copy of the argument: show the same part of the argument.
         whole, start = whole.view(made.dtype), made.storage_offset()
         return whole.as_strided(made.shape, made.stride(), whole.storage_offset() + start)
 

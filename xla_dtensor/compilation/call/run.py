@@ -1,4 +1,4 @@
-"""One call of a program: what its checks have computed, and what its launch gives."""
+"""One run of a program: the values its guards have computed, and the outputs of its launch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Run:
             return False
         return True
 
-    def insist(self, pieces: Iterable[Callable[[Any, Run], Any]], owner: Any) -> None:
+    def with_retry(self, pieces: Iterable[Callable[[Any, Run], Any]], owner: Any) -> None:
         """Do pieces that may be done twice, ``piece(owner, run)``, one that fails again (for want
         of memory, say), and the others all the same."""
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""Iterators among the arguments: what a step takes from them is what it is given.
+"""Iterators among a step's arguments: their elements are taken before the call, as its inputs.
 
 A trace can't run the Python of a generator, whose operations would become the step's. So what the
 step takes is taken before: one element more for each trace that comes to its end, as many as the
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, NeedsMore, Stream
+from xla_dtensor.compilation.objects.kinds_of_code import ITERATORS, IteratorArgument, NeedsMore
 
 _TYPES = frozenset((types.GeneratorType, *ITERATORS))
 
@@ -37,12 +37,12 @@ def call_with_streams(
         made: makes `Arguments`, by what is known of the step.
         taken: how many elements the last call has needed, and whether all, by the key of the rest.
     """
-    streams: dict[int, Stream] = {}
+    streams: dict[int, IteratorArgument] = {}
 
     def stream(value: Any) -> Any:
         if type(value) not in _TYPES:
             return value
-        return streams.setdefault(id(value), Stream(value))
+        return streams.setdefault(id(value), IteratorArgument(value))
 
     args = tuple(map(stream, args))
     kwargs = {name: stream(value) for name, value in kwargs.items()}

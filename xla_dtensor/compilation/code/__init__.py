@@ -1,1 +1,1 @@
-"""What Python code names, reads and runs; knows no tensor."""
+"""Analysis of Python code: the names it reads and sets, from bytecode and source; no tensors."""

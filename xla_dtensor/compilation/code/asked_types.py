@@ -1,4 +1,4 @@
-"""Whether a step's code may find out by ``is`` that a number which is an input is no ``float``.
+"""Finds code that tests a number's type by identity, ``type(x) is float``.
 
 The type of a stand-in (`base/numbers/python_numbers.py`) is equal to ``float``, has its hash, its
 name and its bases, and makes floats. Only identity tells them apart: ``type(n) is float``.

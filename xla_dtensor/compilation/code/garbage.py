@@ -1,4 +1,4 @@
-"""Collecting the garbage that a trace has made, and no other."""
+"""Garbage collection around a trace: rarer, and of objects that the trace has made alone."""
 
 from __future__ import annotations
 

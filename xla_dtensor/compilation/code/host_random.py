@@ -1,4 +1,4 @@
-"""Random numbers that a step draws in Python, from ``random`` and NumPy: it would draw once.
+"""Refuses steps that draw random numbers in Python (``random``, NumPy): they would be constants.
 
 That a generator has moved while a step was traced says so, where there is one thread. Where there
 are others (a data loader's), the step is traced again, looking at its own thread alone (`OWN`).
@@ -140,7 +140,7 @@ def _calls(owners: dict[int, Any], found: Callable[[Any], None]) -> Iterator[Non
         if event == "c_call":
             called, name = getattr(argument, "__self__", None), argument.__name__
         elif event == "call" and frame.f_code.co_filename == random.__file__:
-            # gauss() has every second number left over.
+            # random.gauss() makes two numbers at a time: the second one is had without a call of C.
             called, name = frame.f_locals.get("self"), frame.f_code.co_name
         owner = None if called is None else owners.get(id(called))
         if owner is not None and name not in ("getstate", "__reduce__"):

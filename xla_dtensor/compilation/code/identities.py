@@ -1,4 +1,4 @@
-"""Comparing thousands of objects by identity in one operation of C."""
+"""Compares thousands of objects by identity in one call of C code."""
 
 from __future__ import annotations
 

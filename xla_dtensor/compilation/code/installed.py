@@ -1,5 +1,6 @@
-"""Code that is followed because a trace has seen it running: that of installed packages, and the
-user's own where the walk hadn't come by it.
+"""Records which code of installed packages a trace has run: that code alone is followed.
+
+So is the user's own code that the walk hadn't found, once a trace has run it.
 
 A step may name a package of a million lines, to log a number or to draw a bar. What the user's own
 code reads is found from its text; what all of such a package could read, if each of its functions
@@ -32,7 +33,7 @@ from typing import Any
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.code.names import LIBRARIES, STDLIB, is_library
 
-_TOOLS = (3, 4)  # of `sys.monitoring`'s numbers those that stand for no kind of tool
+_TOOLS = (3, 4)  # ids that `sys.monitoring` reserves for no kind of tool
 _NAME = "xla_dtensor"
 _executed: frozenset[types.CodeType] = frozenset()
 
@@ -41,7 +42,7 @@ class _Profile(cProfile.Profile):
     """Told apart from profilers of the user's."""
 
 
-class Recorder:
+class CodeRecorder:
     """Knows the code of installed packages that traces have run, and notes it during one.
 
     Where a profiler is at work that can't be shared (before Python 3.12), all code of packages
@@ -77,7 +78,7 @@ class Recorder:
         noted = False
         try:
             with contextlib.nullcontext(False) if self._blind else _noting(codes) as noted:
-                if not (noted or self._blind):  # `host_random` has a profiler of its own by now
+                if not (noted or self._blind):  # another profiler runs, say `host_random`'s
                     self._blind = self.grown = meets_installed
                 yield
         finally:
@@ -110,7 +111,7 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
             ran = (entry.code for entry in profiler.getstats())
             codes.update(code for code in ran if isinstance(code, types.CodeType))
         return
-    for stale in _TOOLS:  # of a trace that a signal has ended here; only one runs in the process
+    for stale in _TOOLS:  # left by a trace that a signal ended; a process traces one step at a time
         if monitoring.get_tool(stale) == _NAME:
             monitoring.set_events(stale, 0)
             monitoring.free_tool_id(stale)
@@ -180,7 +181,7 @@ def _profiler_at_work() -> bool:
     if hasattr(sys, "monitoring"):
         return False
     found = sys.getprofile()
-    if isinstance(found, _Profile):  # a signal has ended that trace between two lines of `_noting`
+    if isinstance(found, _Profile):  # left by a trace that a signal ended in `_noting`
         found.disable()
         return False
     return found is not None

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-# Whose own globals and names aren't looked at: what users change of them has its own guard
+# Libraries whose globals and names aren't read: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
 LIBRARIES = frozenset(
     {"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"}
-    # Behind each class of C++ that pybind11 makes: torch's placements are some.
+    # The module of the base class of pybind11's classes, such as torch's placements.
     | {"pybind11_builtins"}
 )
 
@@ -97,8 +97,8 @@ _STORED = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _ASSIGNED = {"STORE_ATTR", "DELETE_ATTR"}
 
-# Special methods that code has to ask for, and what says that it does: a name, or (in capitals) an
-# instruction.
+# Special methods that run only if code calls the function, or has the instruction (in capitals),
+# under which they are listed.
 _TEXT = ("__format__", "__str__", "__repr__")
 _COPIES = ("__copy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 _PICKLES = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
@@ -140,12 +140,12 @@ def names_of(code: types.CodeType) -> Names:
         names.attributes.update(CALLED_BY.get(kind, ()))
         if kind not in _GLOBAL and kind not in _READ:
             continue
-        # `model.eval()` and `model.modules()` are neither the builtin nor `sys.modules`.
+        # The builtin `eval` and `sys.modules` are meant, not `model.eval()` or `model.modules()`.
         of_sys = instructions[position - 1].argval == "sys"
         if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
         if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
-            continue  # of plain data
+            continue  # json writes plain data only
         if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
@@ -178,7 +178,7 @@ def names_of(code: types.CodeType) -> Names:
 
 
 _FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")
-# What is to become a format, of an attribute that is made up: ``"{0." + name + "}"``.
+# A piece of a format string that ends before an attribute's name: ``"{0." + name + "}"``.
 _CUT_FIELD = re.compile(r"\{\w*(?:\.\w+|\[[^]{}]*\])*\.(?:$|[%{])")
 
 
@@ -189,9 +189,9 @@ def formatted(text: str) -> set[str]:
     return {name for field in _FIELD.findall(text) for name in re.findall(r"\.(\w+)", field)}
 
 
-# What these ask their base class for is what was asked of them.
+# Special methods that pass the name that they were called with on to their base class.
 _PASS_ON = frozenset({"__getattr__", "__getattribute__", *_COPIES, "__deepcopy__"})
-# All that an object has, or what of it the caller says.
+# These read all attributes of an object, or one whose name isn't in the code.
 _ALL = {"__getattribute__", "__getstate__", "__reduce__", "__reduce_ex__"}
 _BUILTIN = frozenset({"eval", "exec", "dir", "vars", "globals"})
 _NAMED = {"getattr", "hasattr", "setattr", "delattr", "methodcaller", "getattr_static"}
@@ -249,19 +249,19 @@ def _arguments(instructions: list[dis.Instruction], position: int) -> list[Any] 
 
     Followed is what lies on Python's stack above the function.
     """
-    stack: list[Any] | None = []  # None: no way leads to the next instruction
+    stack: list[Any] | None = []  # None: the next instruction is only reached by a jump
     found: list[Any] | None = None
-    jumped: dict[int, list[Any]] = {}  # by where to
+    jumped: dict[int, list[Any]] = {}  # the stack of a jump, by its target
     with_names = False
     for instruction in instructions[position + 1 :]:
         kind, argument, opcode = instruction.opname, instruction.arg, instruction.opcode
         stack = _merged(stack, jumped.pop(instruction.offset, None))
         if stack is None or (kind == "PUSH_NULL" and instruction is instructions[position + 1]):
-            continue  # the second: of the call itself
+            continue  # that PUSH_NULL belongs to the call itself
         if kind == _CALL and argument == len(stack):
             if with_names:
                 return None
-            # After `if` and `else` there may be a call each.
+            # ``f(a) if x else f(b)`` has a call in each branch.
             found, stack = _merged(found, stack), None
             if not jumped:
                 return found
@@ -281,7 +281,7 @@ _MADE = object()
 _CALL = "PRECALL" if sys.version_info < (3, 12) else "CALL"
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _NO_FURTHER = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_", "RAISE_VARARGS", "RERAISE")
-# These leave what lies on the stack below what they take from it as it is.
+# Instructions that change nothing on the stack below the entries that they take.
 _KEEP = (
     *("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CL", "PUSH_NULL", "NOP"),
     *("CACHE", "KW_NAMES", "POP_", "COPY", "EXTENDED_ARG"),
@@ -302,9 +302,9 @@ def _after(stack: list[Any], instruction: dis.Instruction, effect: int) -> list[
         return [*stack, instruction.argval]
     if kind.startswith(_KEEP):
         kept = min(len(stack), height)
-    elif kind.startswith("BUILD_"):  # takes what it needs, and puts one there
+    elif kind.startswith("BUILD_"):  # replaces its operands by one entry
         kept = height - 1
-    else:  # what is on top is perhaps another, or (SWAP) what is further below
+    else:  # may replace the top, or (SWAP) a lower entry
         kept = min(len(stack), height) - ((instruction.arg or 1) if kind == "SWAP" else 1)
     kept = max(kept, 0)
     return stack[:kept] + [_MADE] * (height - kept)

@@ -1,4 +1,4 @@
-"""What Python objects consist of, without running code of theirs."""
+"""The attributes and parts of Python objects, read without running code of theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CACHED = type(functools.cache(lambda: None))
 
 _WALKED_APART = (
     *(dict, list, tuple, set, frozenset, deque),
-    *(nn.Module, torch.Tensor, Optimizer, np.ndarray),  # NumPy's recarray, say
+    *(nn.Module, torch.Tensor, Optimizer, np.ndarray),  # ndarray: recarray has a __getattribute__
 )
 
 
@@ -87,7 +87,7 @@ def inherited_names(cls: type) -> frozenset[str]:
 
 
 _KNOWN = (object, nn.Module, Optimizer)
-# What no ``forward`` calls, and may read everything.
+# Methods that no ``forward`` calls, and that may read all attributes.
 _ASIDE = frozenset(
     {
         *("__init__", "reset_parameters", "extra_repr", "__repr__", "__dir__"),
@@ -127,7 +127,7 @@ def protocol_names(cls: type) -> set[str]:
     return {n for n in names if not (n.startswith("_abc_") or n in _OF_PROTOCOLS)}
 
 
-# What a class without anything in it has.
+# The attributes of an empty protocol class.
 _OF_PROTOCOLS = {*vars(type("_Empty", (Protocol,), {"__doc__": ""})), "__annotations__"}
 
 
@@ -176,7 +176,7 @@ def drop_from_cache(cached: Any, wanted: set[int]) -> None:
     """Let a function under ``functools.cache`` forget the calls whose arguments or results refer to
     an object of these ids, and no others."""
     calls, parts = cache_of(cached)
-    inner = parts[1 : len(parts) - len(calls)]  # with a `maxsize`: key, result, class, key, ...
+    inner = parts[1 : len(parts) - len(calls)]  # of a bounded cache: key, result, class in turns
     results = dict(zip(map(id, inner[::3]), inner[1::3], strict=True))
     kept = {
         key: value

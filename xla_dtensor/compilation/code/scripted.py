@@ -1,4 +1,4 @@
-"""Modules of TorchScript's: what they hold is in C++, and no dict shows it."""
+"""TorchScript modules: their attributes are kept in C++, not in a ``__dict__``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scripted:
     """
 
     def __init__(self, module: torch.jit.ScriptModule, path: str) -> None:
-        # What torch.jit.trace gives is around the module that it stands for.
+        # torch.jit.trace gives a wrapper; the module is in its attribute.
         inside: Any = getattr(module, "_actual_script_module", module)
         self._path, self._module = path, inside._c
         names = ConcreteModuleType.from_jit_type(inside._c._type()).get_attributes()

@@ -1,5 +1,7 @@
-"""Threads, pools and processes that a step starts or hands work to, and queues that it shares with
-them: all that would happen once, when the step is traced, and what they compute be a constant."""
+"""Refuses steps that start threads, pools or processes, hand them work, or share queues with them.
+
+All that would happen once, when the step is traced, and what they compute would be a constant.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _second(_: Any, work: Any, *__: Any) -> Any:
     return work
 
 
-# What is replaced while a step is traced: (owner, name, what it is told to do, name in messages).
+# Methods replaced while a step is traced: (owner, name, which argument is the work, message).
 _STARTS: list[tuple[Any, str, Callable[..., Any], str]] = [
     (threading.Thread, "start", _work_of_thread, "starts a thread"),
     (_thread, "start_new_thread", _first, "starts a thread"),
@@ -116,13 +118,13 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
         try:
             yield
         except DataDependentError as error:
-            if error in refused[1:]:  # what was left to be cleared away after the first
+            if error in refused[1:]:  # a later refusal, raised while the first one unwinds
                 raise refused[0] from None
             raise
     if refused:
         raise refused[0]
     if len(sys._current_frames()) > 1:
-        return  # another thread's doing, perhaps
+        return  # another thread may have changed the amounts
     for (each, path), amount in zip(shared, before, strict=True):
         if _amount(each) != amount:
             raise DataDependentError(

@@ -1,1 +1,1 @@
-"""Python's objects: taken apart, compared, made again, and the places that hold them."""
+"""Python objects outside of a step: taken apart, compared, rebuilt; and their containers."""

@@ -1,6 +1,7 @@
-"""NumPy's arrays that a step gives away, and that show the memory of another one or of a CPU
-tensor: from outside of the step, an argument's, or given away, too. Each call makes such a view.
-So it does of tensors that show an array's memory (``torch.from_numpy``).
+"""NumPy arrays in a step's results that share memory with another array or a CPU tensor.
+
+The other one is from outside of the step, an argument, or a result, too. Each call makes such a
+view. So it does of tensors that share an array's memory (``torch.from_numpy``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.compilation.objects.kind import Kind
+from xla_dtensor.compilation.objects.kind import ObjectKind
 
 
 class _Memory:
@@ -21,7 +22,7 @@ class _Memory:
         self.whole, self.__array_interface__ = whole, interface
 
 
-class ArrayView(Kind):
+class ArrayView(ObjectKind):
     """An array by where it lies in the memory of its one part."""
 
     def taken(self, value: np.ndarray, whole: Any) -> tuple[Any, list[Any]]:
@@ -73,7 +74,7 @@ def array_of(value: Any, outside: Iterable[Any]) -> Any:
     if type(value) is not torch.Tensor or value.device.type != "cpu":
         return None
     if value.layout is not torch.strided or value.untyped_storage().resizable():
-        return None  # memory of torch's own
+        return None  # torch allocated it: no NumPy array shares it
     try:
         shown = value.numpy()
     except (TypeError, RuntimeError):  # NumPy has no such dtype, or it requires grad, is conjugate

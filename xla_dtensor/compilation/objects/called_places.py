@@ -1,5 +1,4 @@
-"""Places whose content is had by calling: context variables, files in memory, events' flags, what
-a thread has of its own."""
+"""State that is read by calling something: context variables, StringIO, events, thread-locals."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ class OfThread(Entries):
 
     @owner.setter
     def owner(self, value: Any) -> None:
-        if value is None:  # an effect that has been done with
+        if value is None:  # an effect lets go of its place
             self.local = None
 
     @property

@@ -1,4 +1,4 @@
-"""State that a step keeps outside of itself and replaces: ``self.h = f(self.h)``.
+"""State that a step keeps outside of itself and replaces in each call: ``self.h = f(self.h)``.
 
 What is in such a place is another tensor, or another number, in every call. So each call takes it
 from there as it takes its arguments: its form is in the key of programs, and its value is an input.
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.objects.flatten import is_record
 from xla_dtensor.compilation.objects.kinds import fields_of
 from xla_dtensor.compilation.objects.places import MISSING, Place
-from xla_dtensor.compilation.objects.remade import is_record
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 from xla_dtensor.tensors.subclasses import is_shown

@@ -1,4 +1,4 @@
-"""What a walk has found, item by item, and when two items are the same for a program."""
+"""One item that a walk has found (`Found`), and whether two of them lead to the same program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_atom(value: Any) -> bool:
         return all(map(is_atom, value))
     if cls is slice:
         return all(map(is_atom, (value.start, value.stop, value.step)))
-    # A row of a structured array shows the array's memory.
+    # np.void, a row of a structured array, is a view of the array and so no value.
     return isinstance(value, ATOMS) and not isinstance(value, np.void)
 
 

@@ -1,4 +1,4 @@
-"""torch's settings, as part of the key of programs, and arguments in words."""
+"""torch's settings (grad mode, autocast, hooks, modes), as part of the key of programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a sort of Python objects: how they are taken apart, and made again."""
+"""`ObjectKind`: how objects of some classes are taken apart and rebuilt; the base class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Spot = tuple[Place, Any]
 """Where a part is: the place, and its key there."""
 
 
-class Kind:
+class ObjectKind:
     """How objects of some classes are taken apart.
 
     Args:

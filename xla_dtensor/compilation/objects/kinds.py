@@ -1,7 +1,8 @@
-"""How Python's objects are taken apart, and made again around other parts.
+"""Takes Python containers and objects apart, and rebuilds them around other parts.
 
 A step's arguments are taken apart for the key of its programs, its results and what it leaves
-somewhere to be made anew in each call. Each sort of object is a `Kind`; what has none is a leaf.
+somewhere to be made anew in each call. Each sort of object is an `ObjectKind`; what
+has none is a leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from xla_dtensor.base.tables.keys import exact, freeze
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, is_strict, own_of
 from xla_dtensor.compilation.objects.found import ATOMS, content_of, is_atom
-from xla_dtensor.compilation.objects.kind import Kind, Spot, attribute_spots, give, unplaced
+from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, attribute_spots, give, unplaced
 from xla_dtensor.compilation.objects.kinds_of_code import (
     BUILTIN,
     CELL,
@@ -34,7 +35,7 @@ from xla_dtensor.compilation.objects.kinds_of_code import (
     STREAM,
     VIEW,
     VIEWS,
-    Stream,
+    IteratorArgument,
     is_its_code,
 )
 from xla_dtensor.compilation.objects.places import (
@@ -48,7 +49,7 @@ from xla_dtensor.compilation.objects.places import (
 )
 
 
-class _Sequence(Kind):
+class _Sequence(ObjectKind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         cls = type(value)
         parts = list(class_of_content(value).__iter__(value))
@@ -89,7 +90,7 @@ class _List(_Sequence):
         give(made, names, parts[count:])
 
 
-class _Dict(Kind):
+class _Dict(ObjectKind):
     """Keys that aren't compared by value (tensors) are parts, too."""
 
     needs = 0
@@ -141,7 +142,7 @@ class _Dict(Kind):
         give(made, names, rest)
 
 
-class _Record(Kind):
+class _Record(ObjectKind):
     """An object that is its attributes: of a dataclass, a ``SimpleNamespace``."""
 
     needs = 0
@@ -160,7 +161,7 @@ class _Record(Kind):
         give(made, data[1], parts)
 
 
-class _Registered(Kind):
+class _Registered(ObjectKind):
     """What users have told torch's pytree how to take apart."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -182,7 +183,7 @@ class _Registered(Kind):
         return pytree.SUPPORTED_NODES[data[0]].unflatten_fn(parts, data[1])
 
 
-class _Objects(Kind):
+class _Objects(ObjectKind):
     """An array of NumPy's that holds objects."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -198,7 +199,7 @@ class _Objects(Kind):
         return made.reshape(data[1]).view(data[0])
 
 
-class _Buffer(Kind):
+class _Buffer(ObjectKind):
     """An array, or another buffer, of numbers: a copy in each call."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -211,7 +212,7 @@ class _Buffer(Kind):
         return data.copy()
 
 
-class _Tagged(Kind):
+class _Tagged(ObjectKind):
     """A tensor that the step has made and given attributes: they are put on it in each call."""
 
     needs = 1
@@ -232,7 +233,7 @@ SEQUENCE, LIST, DICT, RECORD = _Sequence(), _List(), _Dict(), _Record()
 DATACLASS = _Record(inputs=True)
 REGISTERED, OBJECTS, TAGGED = _Registered(inputs=True), _Objects(), _Tagged()
 BUFFER = _Buffer()
-# Those whose numbers may be inputs.
+# The containers whose numbers may be inputs of the program.
 TUPLE, PLAIN_LIST, PLAIN_DICT = _Sequence(inputs=True), _List(inputs=True), _Dict(inputs=True)
 
 _LEAVES = (
@@ -244,7 +245,7 @@ _NOT_BOUND = (type, types.ModuleType, types.NoneType)
 
 
 @functools.lru_cache(4096)
-def _kind_of_class(cls: Any) -> Kind | None:
+def _kind_of_class(cls: Any) -> ObjectKind | None:
     if is_strict(cls) or issubclass(cls, _LEAVES):
         return None
     if cls in (list, deque):
@@ -253,7 +254,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
         return PLAIN_DICT
     if cls is tuple or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
         return TUPLE
-    if cls is torch.Size:  # torch's pytree would make a tuple of it
+    if cls is torch.Size:  # pytree would rebuild it as a tuple
         return SEQUENCE
     if cls in pytree.SUPPORTED_NODES:
         return REGISTERED
@@ -267,7 +268,7 @@ def _kind_of_class(cls: Any) -> Kind | None:
         ((tuple, frozenset), SEQUENCE),
         ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
         (types.CellType, CELL),
-        (Stream, STREAM),
+        (IteratorArgument, STREAM),
         (types.MethodType, METHOD),
         (functools.partial, PARTIAL),
         (tuple(VIEWS), VIEW),
@@ -277,12 +278,12 @@ def _kind_of_class(cls: Any) -> Kind | None:
     return DATACLASS if dataclasses.is_dataclass(cls) else None
 
 
-def kind_of(value: Any) -> Kind | None:
+def kind_of(value: Any) -> ObjectKind | None:
     """How ``value`` is taken apart as an argument; None for a leaf."""
     cls = type(value)
     kind = _kind_of_class(cls)  # type: ignore[arg-type]
     if kind is None:
-        if cls in pytree.SUPPORTED_NODES:  # by now
+        if cls in pytree.SUPPORTED_NODES:  # registered since `_kind_of_class` was cached
             return REGISTERED
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None
@@ -322,7 +323,7 @@ def places_of(value: Any, path: str) -> list[Place]:
     if dict_of(value) is not None and not isinstance(value, types.FunctionType):
         found.append(Attributes(value, path))
     names = all_slots_of(type(value))  # type: ignore[arg-type]
-    if names and not isinstance(value, Stream):
+    if names and not isinstance(value, IteratorArgument):
         found.append(Slots(value, names, path, guarded=False))
     return found
 

@@ -1,4 +1,4 @@
-"""How functions, what is made of them, and iterators are taken apart."""
+"""How functions, objects made of functions, and iterators are taken apart."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.code.reflection import own_of, referents
-from xla_dtensor.compilation.objects.kind import Kind, Spot, give, unplaced
+from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, give, unplaced
 from xla_dtensor.compilation.objects.places import MISSING, Slots
 from xla_dtensor.errors import DataDependentError
 
 
-class _Cell(Kind):
+class _Cell(ObjectKind):
     """A closure's variable."""
 
     needs = 0
@@ -27,7 +27,7 @@ class _Cell(Kind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         try:
             return types.CellType, [value.cell_contents]
-        except ValueError:  # it isn't there yet
+        except ValueError:  # the variable isn't assigned yet
             return types.CellType, []
 
     def spots(self, value: Any, path: str) -> list[Spot]:
@@ -41,7 +41,7 @@ class _Cell(Kind):
             made.cell_contents = parts[0]
 
 
-class _Function(Kind):
+class _Function(ObjectKind):
     """A function made inside of another one, by its code and what it keeps.
 
     Such functions are made anew for each batch (the mask modifiers of flex_attention, which keep
@@ -77,7 +77,7 @@ class _Function(Kind):
         return made
 
 
-class _Call(Kind):
+class _Call(ObjectKind):
     """What is made by calling something with its parts: bound methods, slices."""
 
     def __init__(self, make: Callable[..., Any], *names: str) -> None:
@@ -94,7 +94,7 @@ class _Call(Kind):
         return self._make(*parts)
 
 
-class _Partial(Kind):
+class _Partial(ObjectKind):
     """A ``partial``, with the attributes that it has been given."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -110,7 +110,7 @@ class _Partial(Kind):
         return made
 
 
-class _Builtin(Kind):
+class _Builtin(ObjectKind):
     """A bound method in C: ``x.mul``, ``table.get``."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -120,7 +120,7 @@ class _Builtin(Kind):
         return getattr(parts[0], data[1])
 
 
-class _View(Kind):
+class _View(ObjectKind):
     """A view of a dict: ``keys()``, ``values()``, ``items()``, a proxy."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -143,12 +143,12 @@ VIEWS: dict[type, Callable[[Any], Any]] = {
 }
 
 
-class _Iterator(Kind):
+class _Iterator(ObjectKind):
     """Python's own iterators, by what they are made of (``__reduce__``)."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated for those of itertools
+            warnings.simplefilter("ignore")  # pickling itertools' is deprecated
             try:
                 make, given, *state = value.__reduce__()
             except TypeError as error:
@@ -163,7 +163,7 @@ class _Iterator(Kind):
         return made
 
 
-class Stream:
+class IteratorArgument:
     """An iterator among the arguments, and what has been taken from it for the step.
 
     Attributes:
@@ -210,11 +210,11 @@ class NeedsMore(BaseException):
     """A trace has come to the end of what has been taken from an iterator. No error of the
     step's."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: IteratorArgument) -> None:
         self.stream = stream
 
 
-class _Stream(Kind):
+class _Stream(ObjectKind):
     def split(self, value: Any) -> tuple[Any, list[Any]]:
         return value, value.elements
 
@@ -225,7 +225,7 @@ class _Stream(Kind):
         return data.stand_in(parts)
 
 
-class _Generator(Kind):
+class _Generator(ObjectKind):
     """A generator that hasn't begun: its function's code, with what that was given."""
 
     def split(self, value: Any) -> tuple[Any, list[Any]]:
@@ -323,7 +323,7 @@ def state_of_iterator(iterator: Any) -> Any:
     if isinstance(iterator, itertools.count):
         return repr(iterator)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.14 can't copy or pickle them any more
+        warnings.simplefilter("ignore")  # deprecated, and a TypeError from Python 3.14 on
         try:
             parts = iterator.__reduce__()
         except TypeError:

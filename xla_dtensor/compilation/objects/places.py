@@ -1,4 +1,4 @@
-"""Places outside of a step that hold what its Python reads: dicts, lists, cells, attributes.
+"""Places: containers outside of a step that its Python reads (dicts, lists, cells, attributes).
 
 A place knows its content, can tell what changed in it, and can put a content back.
 """
@@ -99,7 +99,7 @@ class Chosen(Place):
     __slots__ = ("keys",)
 
     def __init__(self, owner: Any, keys: Iterable[str], path: str, guarded: bool = True) -> None:
-        # Not by `Place`'s: a walk makes one of these for every other object.
+        # Without super().__init__(), which costs: a walk makes thousands of these.
         self.owner, self.keys, self.path, self.guarded = owner, tuple(keys), path, guarded
 
     def only(self, keys: Iterable[str], guarded: bool = True) -> Chosen:
@@ -141,7 +141,7 @@ class Entries(Chosen):
         for key, value in content.items():
             if self.owner.get(key, MISSING) is value:
                 continue
-            if self.setter is not None:  # a class
+            if self.setter is not None:  # a class, whose mappingproxy can't be written
                 delattr(self.setter, key) if value is MISSING else setattr(self.setter, key, value)
             elif value is MISSING:
                 del self.owner[key]
@@ -204,7 +204,7 @@ class Slots(Chosen):
         return [], _together(operator.attrgetter, self.keys, self.owner)
 
 
-# Those whose truth is their length, whatever a user's class may say.
+# Their length is asked for by the base class, as a user's subclass may have another __bool__.
 _CONTAINERS = frozenset((list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict))
 
 
@@ -217,7 +217,7 @@ def class_of_content(value: Any) -> Any:
     return next((cls for cls in own.__mro__ if cls in _CONTAINERS), own)
 
 
-class Whole(Place):
+class Contents(Place):
     """All that one of Python's containers holds.
 
     Attributes:
@@ -241,7 +241,7 @@ class Whole(Place):
         return _together(operator.itemgetter, compared, self.owner)
 
 
-class Elements(Whole):
+class Elements(Contents):
     """All elements of a list, tuple, deque or set."""
 
     __slots__ = ()
@@ -280,7 +280,7 @@ class Elements(Whole):
         return self.owner if self.carried else None
 
 
-class Items(Whole):
+class Items(Contents):
     """All items of a dict."""
 
     __slots__ = ("with_keys",)
@@ -301,7 +301,7 @@ class Items(Whole):
 
     def put(self, changes: dict[Any, Any]) -> None:
         cls = class_of_content(self.owner)
-        for key, value in changes.items():  # a Counter's update() adds
+        for key, value in changes.items():  # not update(), which adds in a Counter
             cls.__setitem__(self.owner, key, value)
 
     def at(self, key: Any) -> Any:
@@ -349,7 +349,7 @@ def _together(getter: Callable[..., Any], keys: Iterable[Any], owner: Any) -> Pa
     """What gives the values of ``owner`` under these keys in one call."""
     wanted = tuple(keys)
     if len(wanted) == 1:
-        wanted *= 2  # one key alone gives the value, not a tuple of it
+        wanted *= 2  # itemgetter("a") gives a value, not a tuple
     if not wanted:
         return []
     # 1 and True are equal, and some keys can't be hashed.

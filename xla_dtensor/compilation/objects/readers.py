@@ -1,4 +1,4 @@
-"""Functions of Python's and torch's that read more than they are given, known by what they are.
+"""Functions such as ``getattr`` that read more than their arguments, recognised by identity.
 
 Where code calls one by its own name, the instructions around the name say what it reads
 (`code/names.py:names_of`). Where it has another name (``look = getattr`` in a closure, an
@@ -44,7 +44,7 @@ _HOMES: tuple[Any, ...] = (
 )
 _NAMES = {*CALLED_BY, *MADE_UP, *MODULES, *ENVIRONMENT, *EVALUATES, *TABLES, *NAMED}
 _NAMES |= {"type", "id", "next"}
-# The functions are kept, so that no other object gets the id of one that somebody replaces.
+# The functions are kept alive, so that their ids stay theirs if somebody replaces one.
 _READERS = {
     id(function): (name, function)
     for home in _HOMES

@@ -1,4 +1,4 @@
-"""Functions that users register with torch: it calls them under no name that is in their code."""
+"""Functions that users register with torch, which calls them under no name in the step's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import is_library
 
 
-class Registry(NamedTuple):
+class TorchRegistry(NamedTuple):
     """A table of torch's.
 
     Attributes:
@@ -46,9 +46,9 @@ _TREES = {name for name in vars(pytree) if name.startswith("tree_")} | {
 }
 
 REGISTRIES = (
-    Registry("torch.utils._pytree", pytree.SUPPORTED_NODES, frozenset(_TREES)),
-    Registry("kl_divergence", kl_registry, frozenset({"kl_divergence"})),
-    Registry("transform_to", transform_registry, frozenset({"transform_to"})),
-    Registry("biject_to", bijection_registry, frozenset({"biject_to"})),
-    Registry("default_collate", collate_functions, frozenset({"collate", "default_collate"})),
+    TorchRegistry("torch.utils._pytree", pytree.SUPPORTED_NODES, frozenset(_TREES)),
+    TorchRegistry("kl_divergence", kl_registry, frozenset({"kl_divergence"})),
+    TorchRegistry("transform_to", transform_registry, frozenset({"transform_to"})),
+    TorchRegistry("biject_to", bijection_registry, frozenset({"biject_to"})),
+    TorchRegistry("default_collate", collate_functions, frozenset({"collate", "default_collate"})),
 )

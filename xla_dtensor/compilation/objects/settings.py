@@ -1,5 +1,4 @@
-"""Settings of torch and Python that functions in C keep, and the package's switches: what is read
-and set by calling them.
+"""Settings of torch and Python kept in C, and the package's switches: how to read and set each.
 
 Those that change what every step computes are in the key of programs (`global_state.py`);
 here is how to set them again. The others are compared where the step's code names what reads them.
@@ -135,7 +134,7 @@ for _module in (torch.backends.cudnn, torch.backends.mkldnn):
             SETTINGS[f"{_module.__name__}.{_name}"] = Setting(
                 functools.partial(getattr, _module, _name),
                 functools.partial(setattr, _module, _name),
-                # By its own name, too: the module may have been imported under any.
+                # Its own name alone counts, too: the module may be imported under another name.
                 frozenset({"backends", "cudnn", "mkldnn", _name, f"_get_mkldnn_{_name}"}),
             )
 
@@ -225,7 +224,7 @@ def _set_filters(filters: list[Any]) -> None:
     warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
-# They say whether a warning is raised, or collected.
+# The filters say whether a warning is raised, or collected.
 _named(
     "warnings.filters",
     lambda: list(warnings.filters),
@@ -242,7 +241,7 @@ _named(
 _named("random.getstate()", random.getstate, None, "getstate")
 _named("numpy.random.get_state()", _numpys_rng_state, None, "get_state")
 
-# Those that a step is taken to find, and not to leave otherwise.
+# Settings without a setter: steps may read them, and mustn't change them.
 _named(
     "torch.sparse.check_sparse_tensor_invariants.is_enabled()",
     torch.sparse.check_sparse_tensor_invariants.is_enabled,
@@ -308,7 +307,7 @@ def guards_of(names: set[str]) -> list[tuple[str, Callable[[], Any]]]:
     ]
 
 
-class Settings(Place):
+class SettingsPlace(Place):
     """The settings that a step may leave at other values than it found.
 
     Args:

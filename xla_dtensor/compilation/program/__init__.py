@@ -1,1 +1,1 @@
-"""A program: compiled, guarded, launched, written back."""
+"""A compiled program of a step: its guards, its inputs, its launch, and what is written back."""

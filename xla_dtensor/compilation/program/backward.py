@@ -1,4 +1,4 @@
-"""The backward pass of a step whose results have a history: a second program."""
+"""The backward pass of a step whose results require grad: a second program."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from xla_dtensor.compilation.program.executable import sharding_of
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
-from xla_dtensor.compilation.recorded.node import Kept, MemoryRead, OnHost, cotangent
-from xla_dtensor.compilation.recorded.split import Split
+from xla_dtensor.compilation.recorded.node import MemoryRead, OnHost, SavedForBackward, cotangent
+from xla_dtensor.compilation.recorded.split import SplitJaxpr
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.forms.form import Form
 from xla_dtensor.tensors.of_form import new_tensor
@@ -52,11 +52,11 @@ class BackwardPass:
         late = set(gradients)
         order = outputs_in_order(inputs.donated.sources, len(forms))
         self.order = [i for i in order if i not in late]
-        split = Split(traced.jaxpr, cotangents, gradients, self.order)
+        split = SplitJaxpr(traced.jaxpr, cotangents, gradients, self.order)
         self.jaxpr, self.residuals = split.forward, split.residuals
         self.donates = len(history.errors) == len(history.outputs)
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
-        # Of the constants that it needs those that aren't inputs are computed anew.
+        # Constants that are no inputs (numbers, random state) are computed again for the backward.
         self._constants = [traced.inputs.sources[i] for i in split.constants]
         computed = [i for i in split.constants if not isinstance(traced.inputs.sources[i], INPUTS)]
         self._computes = jax.jit(lambda *groups: _at(inputs.constants(*groups), computed))
@@ -70,7 +70,7 @@ class BackwardPass:
         )
         self._compiled: Any = None
 
-    def _plan_reads(self, split: Split) -> None:
+    def _plan_reads(self, split: SplitJaxpr) -> None:
         """Whose memory mustn't be written to before the backward pass, and for which results."""
         traced = self._traced
         found = [(*traced.inputs.reads[mark], through) for mark, through in split.reads.items()]
@@ -79,7 +79,7 @@ class BackwardPass:
             for i, through in split.reads_constants.items()
         ]
         self._fixed_reads: list[MemoryRead] = []
-        # Of arguments, gradients and results, which are others in each call.
+        # Reads of arguments, gradients and results, which are other tensors in each call.
         self._found_reads: list[tuple[Any, set[int], Any]] = []
         for what, by, through in found:
             if isinstance(what, list):
@@ -103,9 +103,9 @@ class BackwardPass:
             for source in self._constants
         ]
 
-    def kept(self, run: Run, residuals: list[Any]) -> Kept:
+    def kept(self, run: Run, residuals: list[Any]) -> SavedForBackward:
         """What the backward pass of a call needs: the residuals, with the constants behind them."""
-        return Kept(residuals, [*self._fixed_reads, *self._reads(run)])
+        return SavedForBackward(residuals, [*self._fixed_reads, *self._reads(run)])
 
     def _reads(self, run: Run) -> Iterator[MemoryRead]:
         for what, through, by in self._found_reads:
@@ -117,7 +117,7 @@ class BackwardPass:
                 storage = what.storage(run.arguments)
             yield MemoryRead(storage, through, None if by is None else by.of(run.arguments))
 
-    def run(self, program: Any, kept: Kept, grads: list[Any]) -> list[Any]:
+    def run(self, program: Any, kept: SavedForBackward, grads: list[Any]) -> list[Any]:
         """The gradients of the inputs from those of the results.
 
         Args:

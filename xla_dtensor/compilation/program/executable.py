@@ -1,4 +1,4 @@
-"""A trace's jaxpr as an executable: lowered, and compiled by XLA or found among the compiled."""
+"""A trace's jaxpr as an executable: lowered, then compiled by XLA or found in a cache."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
+from xla_dtensor.compilation.program.cache_keys import text_of
 from xla_dtensor.compilation.program.input_layouts import (
     Pinning,
     compile_somehow,
@@ -19,7 +20,6 @@ from xla_dtensor.compilation.program.input_layouts import (
     shardings_of,
 )
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
-from xla_dtensor.compilation.program.known_by import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form
@@ -87,8 +87,8 @@ class Executable:
         if frame is not None and any(form.memory for form in outputs.forms):
             jit_options["in_shardings"] = shardings_of(groups, frame.replicated)
 
-        # What a backward pass outside is given lies as it is read there: as the operations' rules
-        # have it, which know what XLA computes wrongly otherwise.
+        # Residuals keep the layouts that the operations' rules give: the backward program reads
+        # them so, and the rules know which shardings XLA computes wrongly.
         if lays_out and frame is not None and not residuals:
             with jax.enable_x64(True):
                 memory = memory_of(frame.jax_mesh.devices.flat[0])
@@ -103,7 +103,7 @@ class Executable:
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
             found = inputs.constants(donated, kept, hosts, words)
-            # Cotangents, which only the backward pass is given: nothing here depends on them.
+            # None: a cotangent, an input of the backward program alone. Nothing here depends on it.
             found = [0 if value is None else value for value in found]
             results: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, found))()
             return results

@@ -1,4 +1,4 @@
-"""Whether the gradients that a step finds on its leaves are what its program was made for."""
+"""Whether the ``.grad`` of the leaves that a step uses are as its program was compiled for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Gradients:
         self._storages = storages
         self.leaves = [o for o in outside if o.takes_gradient and not o.cleared]
         grads = [o.grad for o in self.leaves if o.grad is not None]
-        # Where none of them has a gradient when the step begins, asking is one loop in C.
+        # The leaves, if none has a gradient when the step begins: then one loop in C checks all.
         self._without: list[Any] | None = None
         if not grads and all(o.is_fixed for o in self.leaves):
             leaves = [o.get() for o in self.leaves]

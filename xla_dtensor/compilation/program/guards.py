@@ -1,4 +1,4 @@
-"""Guards: whether all that a program was compiled for still holds in this call."""
+"""Guards: whether everything that a program was compiled for still holds in this call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.decided import changed_numbers
+from xla_dtensor.compilation.call.retraces import changed_numbers
 from xla_dtensor.compilation.call.run import Prepared
 from xla_dtensor.compilation.program.gradients import Gradients
 from xla_dtensor.compilation.program.inputs import Inputs
@@ -63,12 +63,12 @@ class Guards:
         self._epoch = epoch.tensors.value
         trace = traced.trace
         self._decisions = [*{d.text: d for d in trace.numbers.decisions}.values()]
-        self._decided_by = ""  # the numbers by which all of them are known to hold
+        self._decided_by = ""  # repr of the numbers for which all were last seen to hold
         self._looked_at = traced.host.looked_at
         gradients = Gradients(traced.outside, arguments, inputs.storages)
         known = traced.inputs
         given = known.bound_arguments or known.bound_on_host or known.free_arguments
-        # Dictionaries of torch's, which a user may empty; one that comes moves the epoch.
+        # Only hooks that are there: a user may empty their dict; one that is added moves the epoch.
         hooked = [o for o in (*traced.outside, *traced.others) if o.hooks and o.is_fixed]
         checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
             (gradients.mismatch, gradients.leaves),

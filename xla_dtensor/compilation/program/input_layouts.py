@@ -1,4 +1,4 @@
-"""How much XLA is told of layouts, and what is done where it then doesn't compile the program."""
+"""The shardings of a program's inputs, and other ways to compile it where XLA fails."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def _compiled(lowered: Any, options: Any) -> Any:
         for out, sharding in zip(outputs, shardings, strict=True)
         if isinstance(sharding, jax.sharding.Sharding) and not _is_opaque(out.dtype)
     )
-    # On the CPU sizes are exact, with or without a pointer to each of several; elsewhere memory is
-    # padded.
+    # On the CPU sizes are exact, but for a pointer to each of several outputs; on other platforms
+    # memory is padded.
     more = analysis.output_size_in_bytes - bytes_needed
     on_cpu = all(d.platform == "cpu" for s in shardings[:1] for d in s.device_set)
     if more < 0 or (on_cpu and more not in (0, 8 * len(outputs))):

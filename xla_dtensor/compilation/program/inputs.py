@@ -1,4 +1,4 @@
-"""The inputs of a program: which sources of a trace they are, in which order, and in one call."""
+"""The inputs of a program: which of a trace's sources they are, their order, and their values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xla_dtensor.compilation.trace.numbers import values_of
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.runtime import arrays
 
-# Sources that are inputs of their own; the others are made of the words, or are constants.
+# Sources that have an input each; numbers and random state share one (`_words`).
 INPUTS = (ArraySource, HostSource)
 
 _NO_WORDS = np.empty(0, dtype=np.uint32)
@@ -51,8 +51,8 @@ class Inputs:
         self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers.inputs
         self._host_program = traced.host.program if traced.host.program.depends else None
         self._frame, self.random_operations = traced.frame, traced.outputs.random_operations
-        # As the step has come to its storages. The jaxpr's constants are in another order where
-        # tensors have no data, and a program that is compiled there has to be the same one here.
+        # In the order in which the step first used the storages: the jaxpr's order of constants
+        # differs under ``xd.abstract``, and a program compiled there must have the same text here.
         met: dict[Source, int] = {source: i for i, source in enumerate(traced.inputs.slots)}
         found = dict.fromkeys(traced.inputs.sources)
         used = sorted(found, key=lambda source: met.get(source, len(met)))
@@ -134,7 +134,7 @@ class Inputs:
             hosts = [to_numpy(source.read(arguments, prepared.host)) for source in self._hosts]
             if take and self._frame is not None:
                 arrays.check_same(hosts, "gives a compiled step from the CPU")
-        # Last: from here on nothing fails that would leave drawn numbers behind.
+        # Last, as it advances the generator: if something failed after it, numbers would be lost.
         words = self._words(prepared, take) if self._uses_words else _NO_WORDS
         return donated, kept, hosts, words
 

@@ -1,4 +1,4 @@
-"""One compiled form of a step: an executable, what must hold for it to run, and its effects."""
+"""One compiled form of a step: an executable, its guards, and its effects."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Program:
         self._anchor: Callable[[], Storage | None] = lambda: None
         inputs = self.inputs = Inputs(traced)
         self.guards = Guards(traced, inputs, arguments)
-        for outside in traced.outside:  # gradients of before aren't kept alive
+        for outside in traced.outside:  # don't keep the gradients from before the trace alive
             outside.grad = None
         forms = [form.placed(traced.frame) for form in traced.outputs.forms]
         history = traced.outputs.history
@@ -175,8 +175,8 @@ class Program:
             return results
 
         inputs = [outside.of(run.arguments) for outside in history.inputs]
-        # The node keeps none of what this call has: its own results among that would be a cycle.
-        # The step may have turned gradients on itself.
+        # The node doesn't refer to this call, whose results refer to the node: that would be a
+        # cycle. Grad mode is on, as the step may have turned it on itself.
         with torch.enable_grad():
             node = NodeCall(execute, functools.partial(backward.run, self))
             found = WithHistory.apply(node, *inputs)
@@ -231,7 +231,7 @@ class Program:
             return True
         others = other.inputs.storages
         storages = [s for source in self.traced.inputs.slots for s in source.storages]
-        # The last: what an optimizer has made goes before the model does.
+        # The last storage: an optimizer's state, which comes last, is freed before the model is.
         anchor = next((s for s in reversed(storages) if id(s) not in others), None)
         if anchor is None:
             return False

@@ -1,4 +1,4 @@
-"""The programs of one step for one kind of arguments, and how long they live."""
+"""The programs of a step for one kind of arguments, the latest first, and when they are freed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xla_dtensor.compilation.program.program import Program
 
 logger = logging.getLogger("xla_dtensor")
 
-# How many are kept for arguments of one kind whatever they take, and how much memory more of them
-# may take; the one not used longest goes.
+# Programs kept per kind of arguments whatever their size, and the bytes that more of them may
+# take; the least recently used one goes first.
 KEPT = 16
 KEPT_BYTES = 512 * 2**20
 
@@ -30,7 +30,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._held: list[weakref.ref[Program]] = []
-        # Those without an anchor.
+        # Programs that no storage keeps alive (`Program` without an anchor).
         self._own: dict[int, Program] = {}
         self._told = False
 

@@ -1,4 +1,4 @@
-"""Compiled programs in a file: compiled where the compiler is, loaded where the devices are.
+"""Compiled programs saved to a file on one machine, and loaded on another that has the devices.
 
 A step's program is known by its text, as it is among the executables of a process: a call traces
 and lowers the step as ever, and finds the executable in place of compiling it. So a file can't give
@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable
 
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.compilation.program.known_by import inputs_of, text_of
+from xla_dtensor.compilation.program.cache_keys import inputs_of, text_of
 from xla_dtensor.errors import CompiledFileError
 from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import agreement, jax_runtime, processes
@@ -35,10 +35,10 @@ from xla_dtensor.version import VERSION
 
 FORMAT = 2
 _ABOUT, _SEAL = "about.json", "about.sha256"
-_LEFT = 3600.0  # seconds, after which what is unfinished was left by a process that was killed
-# Flags that change nothing in what XLA compiles, by how they begin.
+_LEFT = 3600.0  # seconds, after which an unfinished file counts as left by a killed process
+# Prefixes of XLA flags that don't change the compiled program.
 _NO_CODE = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_gpu_cuda_data_dir")
-# Also pickle's, of functions of Python that the program calls while it runs.
+# Errors of writing a program; pickle's come from Python functions that it calls back.
 _NOT_WRITTEN = (
     *(ValueError, NotImplementedError, jax.errors.JaxRuntimeError),
     *(AttributeError, TypeError, pickle.PicklingError),
@@ -299,7 +299,7 @@ def read(path: str | Path, step: str, options: Any) -> list[Saved]:
                 f"{path}: the program {one.text[:16]} isn't the one that was written; the file is "
                 "damaged, or somebody has changed it"
             )
-    jax_runtime.start(about["devices"])  # this may be the first to ask for devices
+    jax_runtime.start(about["devices"])  # nothing may have started JAX yet
     _compare(path, about, _machine(jax_runtime.all_devices()[0]))
     for one, said in zip(found, listed, strict=True):
         _see_devices(one, said["processes"])

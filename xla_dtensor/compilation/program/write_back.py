@@ -1,4 +1,4 @@
-"""After a launch: what the program has computed is put into storages, gradients and attributes."""
+"""After a launch: writes a program's outputs to storages, gradients and attributes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WriteBack:
     def __init__(self, traced: Traced, inputs: Inputs, outputs: Outputs, guards: Guards) -> None:
         self._traced, self._outputs, self._guards = traced, outputs, guards
         self._to_arguments = inputs.to_arguments
-        # Storages that are the same in each call, one array for many counters.
+        # Storages that are the same in each call; many step counters may share one array.
         alone: list[tuple[int, Storage]] = []
         counters: list[tuple[int, tuple[Storage, ...]]] = []
         for source in traced.inputs.slots:
@@ -46,14 +46,14 @@ class WriteBack:
         pairs = [(s, outputs.forms[index]) for index, s in alone]
         pairs += [(s, outputs.forms[index]) for index, many in counters for s in many]
         self._new_forms = [(s, form) for s, form in pairs if s.form is not form]
-        # Of most steps the leaves are the same tensors in each call, which `ExternalTensor.get`
-        # holds, too, as long as the program lives.
+        # In most steps the leaves are the same tensors in each call, so the program may hold
+        # them, as `ExternalTensor.get` does.
         grads = [
             (o.get() if o.is_fixed else None, o, template) for o, template in traced.outputs.grads
         ]
         self._fixed_grads = [(leaf, t) for leaf, _, t in grads if isinstance(leaf, torch.Tensor)]
         self._other_grads = [(o, t) for leaf, o, t in grads if not isinstance(leaf, torch.Tensor)]
-        # Tensors that the step writes as autograd must see: what it saved is overwritten.
+        # Tensors whose version torch must raise, so that autograd sees saved values overwritten.
         counted = [o for o in traced.outside if o.writes]
         fixed = [o.get() for o in counted if o.is_fixed]
         self._counted = [t for t in fixed if not t.is_inference()]
@@ -75,7 +75,7 @@ class WriteBack:
     def put(self, run: Run) -> None:
         """Assign what the program has computed to what was there. None of this is expected to fail;
         if one thing does, the rest is done all the same: half a step would be worse."""
-        run.insist(self._pieces, self)
+        run.with_retry(self._pieces, self)
 
     def has_lost(self) -> bool:
         """Whether an array that was written back is deleted."""
@@ -85,7 +85,7 @@ class WriteBack:
         """What else the step's Python has done. The schedulers' steps come last: they are the
         user's code, and may fail."""
         for effect in self._traced.effects.all:
-            run.insist([_repeat], effect)
+            run.with_retry([_repeat], effect)
         if self._traced.outputs.left or not self._is_steady:
             # The next call traces again: it finds this state in place of making it, and may come to
             # another program.
@@ -161,7 +161,7 @@ class WriteBack:
     @functools.cached_property
     def _is_steady(self) -> bool:
         """Whether the next call finds what this one found, as far as optimizers' state goes."""
-        # By hooks, say, which come upon it in the next call.
+        # Code that reads ``state`` (a hook, say) may behave differently once it is filled.
         read = "state" in self._guards.watch.names.attributes
         return all(
             not stepped.replaced_state()

@@ -1,1 +1,1 @@
-"""One trace and what came of it: inputs, results, effects, history."""
+"""One trace of a step, and all that is recorded of it: inputs, results, effects, gradients."""

@@ -1,4 +1,4 @@
-"""Tracing a step, and again where a trace came upon code or state that it hadn't known of."""
+"""Traces a step, again where the trace found code or state that the walk had missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
-from xla_dtensor.compilation.code.installed import Recorder, functions_of
+from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
@@ -59,9 +59,9 @@ def trace(
             return traced, None if numbers == dynamic else failed
         except Exception as error:
             if used is not None and not used.used:
-                del ways[0]  # it would be the same again
+                del ways[0]  # it would trace the same again
             if not ways or attempt.is_final(error):
-                raise  # if this is the last one, it is the step that does
+                raise  # no other way is left: the step itself raises
             failed = error
 
 
@@ -80,7 +80,7 @@ def _trace(
     fixed = False
     unmet: list[FunctionType] = []
     while True:
-        recorder = Recorder()
+        recorder = CodeRecorder()
         attempt = Attempt()
         try:
             try:

@@ -1,4 +1,4 @@
-"""Results of a compiled step that have a history: their gradient is a second program.
+"""Results of a compiled step that require grad: their gradient is a second program.
 
 A step that computes a loss, or a model's output, and leaves ``backward()`` to its caller. Its trace
 ends with torch's own backward pass over what it has recorded, from gradients that are inputs. What
@@ -134,7 +134,7 @@ class History:
             if grad is None:
                 self.gradients.append(None)
                 continue
-            grad = _landed(leaf, grad)
+            grad = _laid_out(leaf, grad)
             template = template_of(grad)
             self.gradients.append((template.index, template.form))
 
@@ -214,14 +214,14 @@ class _without_hooks:
             hooks.update(saved)
 
 
-def _landed(leaf: Any, grad: Any) -> Any:
+def _laid_out(leaf: Any, grad: Any) -> Any:
     """The gradient in its leaf's layout, as the leaf's own hook would give it."""
-    landing = getattr(leaf, "_landing", None)
+    hook = getattr(leaf, "_grad_hook", None)
     hooks = leaf._backward_hooks
-    if landing is None or not hooks or landing.id not in hooks:
+    if hook is None or not hooks or hook.id not in hooks:
         return grad
-    landed = hooks[landing.id](grad)
-    return grad if landed is None else landed
+    laid_out = hooks[hook.id](grad)
+    return grad if laid_out is None else laid_out
 
 
 def _gradient_form(form: Form) -> Form:

@@ -1,4 +1,4 @@
-"""Which memory of CPU tensors comes from where, while a step is traced."""
+"""Which input or operation the memory of each CPU tensor belongs to, while a step is traced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 
 import torch
 
-from xla_dtensor.compilation.recorded.host_program import Input, Value
+from xla_dtensor.compilation.recorded.host_program import HostInput, Value
 from xla_dtensor.compilation.trace.host_reads import is_on_host
 
 
@@ -14,11 +14,11 @@ class Memories:
     """Memory, and what gives a tensor with it. It is kept: an address may be used again."""
 
     def __init__(self) -> None:
-        # By where it begins: (the memory, the source of a tensor, where that begins).
-        self._known: dict[int, tuple[torch.UntypedStorage, Input | Value, int]] = {}
+        # By the memory's address: (storage, source of a tensor in it, that tensor's address).
+        self._known: dict[int, tuple[torch.UntypedStorage, HostInput | Value, int]] = {}
         self._starts: list[int] = []
 
-    def shows(self, tensor: torch.Tensor, source: Input | Value) -> None:
+    def shows(self, tensor: torch.Tensor, source: HostInput | Value) -> None:
         """``source`` gives the memory of ``tensor``."""
         if not has_memory(tensor):
             return
@@ -30,7 +30,7 @@ class Memories:
             return
         self._known[start] = storage, source, tensor.data_ptr()
 
-    def source_of(self, start: int) -> tuple[Input | Value, int] | None:
+    def source_of(self, start: int) -> tuple[HostInput | Value, int] | None:
         """What gives the memory at an address, and where a tensor of that begins."""
         i = bisect.bisect_right(self._starts, start) - 1
         if i < 0:
@@ -47,5 +47,5 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
     try:
         return tensor.untyped_storage().nbytes() > 0
-    except NotImplementedError:  # one of functorch's, which is around another
+    except NotImplementedError:  # functorch's wrappers have no storage
         return False

@@ -1,4 +1,4 @@
-"""CPU tensors in a compiled step: what the step computes with them is computed in every call.
+"""Records operations on CPU tensors while a step is traced, to be run again in every call.
 
 Operations on CPU tensors are written down while the step is traced. Those whose result depends on a
 tensor from outside of the step, or on a number that is an input, run again on the host before each
@@ -34,8 +34,8 @@ from xla_dtensor.compilation.code.identities import memory_on_host
 from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
 from xla_dtensor.compilation.recorded.host_program import (
     Gradient,
+    HostInput,
     HostProgram,
-    Input,
     Reader,
     Value,
     as_plain,
@@ -56,7 +56,7 @@ _Symbolic = torch.SymFloat | torch.SymInt
 
 _ATEN = torch.ops.aten
 
-# What computes one value of all elements, however many there are.
+# Reductions to one value: their shape doesn't depend on the number of elements.
 _OF_ANY_SIZE = frozenset(
     getattr(_ATEN, name).default for name in ("sum", "mean", "max", "min", "any", "all", "prod")
 )
@@ -86,8 +86,8 @@ class HostOperations(TorchDispatchMode):
         self.program = HostProgram()
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
         self._originals = originals.tensors
-        # By the id of the tensor; and the tensors, by the id of the input.
-        self._inputs: dict[int, Input] = {}
+        # Inputs by the id of their tensor; `_tensors` has the tensors by the id of their input.
+        self._inputs: dict[int, HostInput] = {}
         self._unread: set[int] = set()
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
@@ -110,7 +110,7 @@ class HostOperations(TorchDispatchMode):
         # all that it gave.
         self._of_unknown_size: dict[int, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
         # Memory of tensors from outside that operations have used.
-        self._outside: dict[int, Input] = {}
+        self._outside: dict[int, HostInput] = {}
         # The leaves from outside, with their gradients when the step begins.
         self._leaves = [
             (tensor, outside.grad)
@@ -135,7 +135,7 @@ class HostOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(cls, Ours) for cls in types):
-            with disable_function_of_subclasses():  # we are below it, but calling begins above it
+            with disable_function_of_subclasses():  # their __torch_function__ has run already
                 return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -148,7 +148,7 @@ class HostOperations(TorchDispatchMode):
             devices.add(torch.device(device).type)
         if not devices <= {"cpu"}:
             return func(*args, **kwargs)
-        with unseen():  # what we ask of the tensors the step's Python doesn't
+        with unseen():  # our own look at the tensors isn't the step's
             return self._computed(func, args, kwargs, tensors)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -208,8 +208,8 @@ class HostOperations(TorchDispatchMode):
             operation.values = values
         sizes = sizes_of(results)
         if torch.Tag.dynamic_output_shape not in func.tags:
-            # Some depend on values all the same (_pack_padded_sequence). What the first run gives
-            # counts: with gradients a few operations have more to return (mkldnn_rnn_layer).
+            # Some shapes depend on values without that tag (_pack_padded_sequence). The first
+            # replay sets them: with gradients some operations return more (mkldnn_rnn_layer).
             operation.sizes = []
         else:
             for x in results:
@@ -228,7 +228,7 @@ class HostOperations(TorchDispatchMode):
         value = Value(self.program.add(_ATEN.clone.default, source, {}, False), 0)
         self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
         self._memories.shows(tensor, value)
-        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # of an array
+        if has_memory(tensor) and not tensor.untyped_storage().resizable():  # NumPy's memory
             self._hand_out(tensor)
 
     # --- writes -------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class HostOperations(TorchDispatchMode):
             self.program.add(_ATEN.copy_.default, args, {}, False)
             self.uncounted += 1
 
-    def writes(self) -> list[tuple[Input, Reader]]:
+    def writes(self) -> list[tuple[HostInput, Reader]]:
         """The tensors from outside that the step has written, and what gives their values."""
         with unseen():
             self.take_writes()
@@ -302,10 +302,10 @@ class HostOperations(TorchDispatchMode):
                 found.append((self._input(tensor), self.reader(self.use(tensor))))
             return found
 
-    def gradients(self) -> list[tuple[Input, Reader | None]]:
+    def gradients(self) -> list[tuple[HostInput, Reader | None]]:
         """The leaves from outside that the step leaves with other gradients than they had, and what
         gives those."""
-        found: list[tuple[Input, Reader | None]] = []
+        found: list[tuple[HostInput, Reader | None]] = []
         for leaf, before in self._leaves:
             grad = grad_of(leaf)
             if grad is before:
@@ -328,7 +328,7 @@ class HostOperations(TorchDispatchMode):
             for tensor, before in self._overwritten.values():
                 tensor.copy_(before)
         self._overwritten, self._handed_out, self._leaves = {}, [], []
-        # torch swaps no tensor that has a weak reference
+        # torch.utils.swap_tensors refuses tensors that have a weak reference
         for kept in (self._made, self._of_unknown_size, self._tensors):
             kept.clear()
         self._inputs, self._grads = {}, {}
@@ -353,16 +353,16 @@ class HostOperations(TorchDispatchMode):
             return None
         source, first = found
         args = source, tensor.dtype, tensor.data_ptr() - first, tensor.shape, tensor.stride()
-        if isinstance(source, Input):
+        if isinstance(source, HostInput):
             self._outside.setdefault(memory_on_host(tensor), source)
         value = Value(self.program.add(shown_in, args, {}, self._depends_on(source)), 0)
         self._made[id(tensor)] = weakref.ref(tensor), memory_on_host(tensor), value
         return value
 
-    def _depends_on(self, source: Input | Value) -> bool:
-        return isinstance(source, Input) or self.program.depends
+    def _depends_on(self, source: HostInput | Value) -> bool:
+        return isinstance(source, HostInput) or self.program.depends
 
-    def _input(self, tensor: torch.Tensor) -> Input:
+    def _input(self, tensor: torch.Tensor) -> HostInput:
         memory = memory_on_host(tensor)
         written = self._overwritten.get(memory)
         if written is not None and written[0] is not tensor:
@@ -378,7 +378,7 @@ class HostOperations(TorchDispatchMode):
                 found = Gradient(self._input(leaf))
                 self.asked(leaf, "the .grad", _form_of_grad, tensor)
             else:
-                found = Input(tensor if index is None else None, index)
+                found = HostInput(tensor if index is None else None, index)
             self._inputs[id(tensor)] = found
             self._tensors[id(found)] = tensor
             if index is None and leaf is None and tensor.dtype.is_floating_point:
@@ -386,7 +386,7 @@ class HostOperations(TorchDispatchMode):
         self._unread.discard(id(found))
         return found
 
-    def _of_input(self, source: Input) -> torch.Tensor:
+    def _of_input(self, source: HostInput) -> torch.Tensor:
         return self._tensors[id(source)]
 
     def made(self, tensor: torch.Tensor) -> bool:
@@ -404,34 +404,34 @@ class HostOperations(TorchDispatchMode):
         with unseen():
             made = self._made_here(tensor)
         if made is None or tensor.is_inference() or tensor._version:
-            return False  # or somebody has written to it since
+            return False  # it may have been written since
         return self.program.is_constant(made.operation)
 
     def _depends(self, tensor: torch.Tensor) -> bool:
         made = self._made_here(tensor)
-        # A tensor that the step made may have been written since; what is written down says by
-        # what, so all of it runs again as soon as anything depends.
+        # The step may have written to a tensor that it made, by recorded operations. So if any of
+        # those depends on the call, all run again, and the tensor counts as depending.
         return self.program.depends if made is not None else True
 
     def use(self, tensor: torch.Tensor) -> Any:
         """A CPU tensor's value of this moment is used: where it comes from in later calls.
 
-        An `Input`, a `Value` of the host's program, or None for a constant.
+        An `HostInput`, a `Value` of the host's program, or None for a constant.
         """
         with unseen():
             self.take_writes()
             self.size_matters(tensor)
-            made: Input | Value | None = self._made_here(tensor)
+            made: HostInput | Value | None = self._made_here(tensor)
             if made is None:
                 made = self._input(tensor)
                 if not made.written:
                     return made
             if not self.program.depends:
                 return None
-            # The step may write to the tensor later on.
+            # A copy, as the step may write to the tensor later on.
             return Value(self.program.add(_ATEN.clone.default, (made,), {}, True), 0)
 
-    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, Input | None]:
+    def given_away(self, tensor: torch.Tensor) -> tuple[Reader | None, HostInput | None]:
         """A CPU tensor that the step has made and gives away at its end: what gives its value
         (None: it is a constant), and the tensor from outside whose memory it shows, if it does."""
         with unseen():
@@ -473,7 +473,7 @@ class HostOperations(TorchDispatchMode):
         source = self.use(tensor)
         if source is None:
             return value
-        if isinstance(source, Input) and isinstance(value, float) and not self._asks_types:
+        if isinstance(source, HostInput) and isinstance(value, float) and not self._asks_types:
             return self._trace.numbers.as_input(
                 lambda arguments: source.read(arguments).item(),
                 value,
@@ -525,9 +525,9 @@ class HostOperations(TorchDispatchMode):
             if known is not None and grad_of(leaf) is known[1].grad:
                 self.asked(leaf, "the .grad", _form_of_grad, known[1].grad)
 
-    def reader(self, source: Input | Value) -> Reader:
+    def reader(self, source: HostInput | Value) -> Reader:
         """What gives the value of a source (`use`)."""
-        if isinstance(source, Input):
+        if isinstance(source, HostInput):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index
         return lambda arguments, results: results[operation][index]
@@ -550,7 +550,7 @@ def _form_of_grad(leaf: torch.Tensor, grad: Any = _UNSET) -> Any:
 
 
 def _present(x: Any) -> Any:
-    # Only this once: later calls compute it from the number that they read.
+    # The present value, for this trace alone: later calls compute with the number they read.
     return (
         x.node.value
         if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)

@@ -1,4 +1,4 @@
-"""The operations on CPU tensors of a step, to be run again before each call."""
+"""A step's recorded operations on CPU tensors, which run again before each launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.base import grad_of
 
-# What writes to arguments without its schema's saying so: to which, and which one says whether.
+# Overloads that write to arguments undeclared: their positions, and that of the flag that asks.
 _WRITES: dict[Any, tuple[tuple[int, ...], int | None]] = {
     torch.ops.aten.native_batch_norm.default: ((3, 4), 5),
     torch.ops.aten.batch_norm_update_stats.default: ((1, 2), None),
@@ -28,7 +28,7 @@ class HostChanged(Exception):
     """The operations on CPU tensors can't go as they went when the step was traced."""
 
 
-class Input:
+class HostInput:
     """A tensor from outside of the step: an argument, or one that it found.
 
     Attributes:
@@ -48,12 +48,12 @@ class Input:
         return self.tensor
 
 
-class Gradient(Input):
+class Gradient(HostInput):
     """The ``.grad`` of a leaf from outside, which is another tensor after each backward pass."""
 
     __slots__ = ("leaf",)
 
-    def __init__(self, leaf: Input) -> None:
+    def __init__(self, leaf: HostInput) -> None:
         super().__init__(None, None)
         self.leaf = leaf
 
@@ -73,7 +73,7 @@ class Value:
         self.operation, self.index = operation, index
 
 
-class Operation:
+class HostOperation:
     """One operation.
 
     Attributes:
@@ -113,12 +113,12 @@ class HostProgram:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[HostOperation] = []
         self.depends = False
 
     def add(self, func: Any, args: Any, kwargs: Any, depends: bool) -> int:
         """Write an operation down; its number."""
-        self.operations.append(Operation(func, args, kwargs, depends))
+        self.operations.append(HostOperation(func, args, kwargs, depends))
         self.depends |= depends
         return len(self.operations) - 1
 
@@ -139,7 +139,7 @@ class HostProgram:
         def value(x: Any) -> Any:
             if isinstance(x, Value):
                 return results[x.operation][x.index]
-            if isinstance(x, Input):
+            if isinstance(x, HostInput):
                 found = copies.get(id(x)) if x.written else x.read(arguments)
                 if found is None:
                     found = copies[id(x)] = copy_of(x.read(arguments))
@@ -156,7 +156,7 @@ class HostProgram:
                 except HostChanged:
                     raise
                 except Exception as error:
-                    # As the step's Python would have it now, or it would go another way.
+                    # Eager torch would raise it, too, or take another branch: trace the step again.
                     raise HostChanged(f"{operation.func} of CPU tensors: {error}") from error
                 operation.check(out)
                 results.append(out)

@@ -1,4 +1,4 @@
-"""A jaxpr as text that is equal for equal computations.
+"""A canonical text of a jaxpr: equal for equal computations.
 
 JAX's own text gives a name to what is used twice, if it is the same object twice: whether it is
 depends on JAX's caches.

@@ -1,4 +1,4 @@
-"""The node of autograd around a compiled step, and what it keeps for its backward pass."""
+"""The autograd node around a compiled step, and the values that it keeps for its backward pass."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class WithHistory(torch.autograd.Function):
         results = call.run()
         ctx.backward_of = call.backward
         ctx.set_materialize_grads(False)
-        # What the backward pass needs is there as long as torch keeps this: torch lets it go after
-        # a backward pass, unless that retains the graph, and refuses a second one.
+        # The saved values live as long as this saved tensor: torch frees it after a backward
+        # pass, unless the graph is retained, and raises for a second one.
         token = torch.empty(0)
         token.kept = call.kept
         ctx.save_for_backward(token)
@@ -82,7 +82,7 @@ class MemoryRead:
         self.storage, self.outputs, self.tensor = storage, outputs, tensor
 
 
-class Kept:
+class SavedForBackward:
     """What the backward pass of one call needs.
 
     Attributes:
@@ -127,10 +127,10 @@ class NodeCall:
     def __init__(
         self,
         run: Callable[[NodeCall], list[Any]],
-        backward: Callable[[Kept, list[Any]], list[Any]],
+        backward: Callable[[SavedForBackward, list[Any]], list[Any]],
     ) -> None:
         self._run, self.backward = run, backward
-        self.kept: Kept | None = None
+        self.kept: SavedForBackward | None = None
 
     def run(self) -> list[Any]:
         return self._run(self)

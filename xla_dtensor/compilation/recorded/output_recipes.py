@@ -1,4 +1,4 @@
-"""At the end of a trace: by which recipe (`call/recipes.py`) each call makes each result."""
+"""Chooses, at the end of a trace, the recipe by which each call makes each result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from xla_dtensor.tensors.of_form import Ours
 from xla_dtensor.tensors.subclasses import is_shown, shown_class
 
 
-class Outputs(Protocol):
+class SupportsEmit(Protocol):
     """What this needs of a trace (`Traced`)."""
 
     trace: StepTrace
@@ -55,7 +55,7 @@ class OutputRecipes:
     """
 
     def __init__(
-        self, traced: Outputs, arguments: Arguments, watch: Watch, history: History
+        self, traced: SupportsEmit, arguments: Arguments, watch: Watch, history: History
     ) -> None:
         self._traced, self._trace = traced, traced.trace
         self._arguments, self._watch, self._history = arguments, watch, history
@@ -81,7 +81,7 @@ class OutputRecipes:
         if position is not None:
             return ArgumentContainer(position)
         if isinstance(value, torch.SymFloat | torch.SymInt):
-            if not is_number(value):  # nobody knows it: this raises
+            if not is_number(value):  # it has no present value: this raises
                 value.node.guard_float("", 0)
             return ComputedNumber(value.node)
         if isinstance(value, Ours):
@@ -144,7 +144,7 @@ class OutputRecipes:
             return ViewRecipe(template, further, False, value) if root is not value else template
         if not _is_plain(value) and value._steps:
             return self._copy(value)
-        # What it is a view of to autograd; or itself.
+        # The tensor that autograd takes it for a view of; or itself.
         root = value._base if value._is_view() else None if value._steps else value
         if root is not None and (root._storage_ is not storage or root._steps):
             root = None
@@ -194,7 +194,7 @@ class OutputRecipes:
         if id(value) in self._watch.reached.tensors:
             return FixedObject(value)
         if value.requires_grad and value.is_leaf:
-            # Of an argument's memory the step has made it, in each call another one.
+            # A new leaf over an argument's memory: each call makes one over that call's argument.
             of = self._argument(value)
             if of is None:
                 return FixedObject(value)
@@ -206,7 +206,7 @@ class OutputRecipes:
                 return LeafGradient(outside)
         found = self._base(value)
         if found is None and value.requires_grad:
-            # A function of the user's has given back its input, and has a gradient of its own.
+            # A user's autograd function returned its input, with a gradient of its own.
             template = self._traced.template(value)
             template.refuses = _REFUSES_COPY
             if self._history.takes(value):
@@ -232,7 +232,7 @@ class OutputRecipes:
         candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
         given = {id(t._storage_) for _, t in candidates}
         kept = (outside.get() for outside in self._trace.outside.values())
-        # A view of an argument that the step has made is another one in each call.
+        # Not views of arguments that the step has made: they are others in each call.
         candidates += [
             (t, t)
             for t in kept

@@ -1,4 +1,4 @@
-"""A jaxpr in two parts: what a backward pass needs besides, and the rest."""
+"""Splits a jaxpr into a forward and a backward part, and finds what is saved between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reordered(jaxpr: Any, outputs: list[int]) -> Any:
     return jaxpr.replace(outvars=[jaxpr.outvars[i] for i in outputs], debug_info=debug)
 
 
-class Split:
+class SplitJaxpr:
     """A jaxpr in two parts.
 
     Attributes:
@@ -106,7 +106,7 @@ class Split:
                 met(variable, through.get(variable, set(stand_ins.values())))
 
 
-# What only puts a value in another order, or repeats it.
+# Primitives that only reorder or repeat elements: cheaper to run again than to save.
 _MOVES = frozenset(
     {
         "transpose",

@@ -1,4 +1,4 @@
-"""One trace of a step: its jaxpr, and where each input comes from and each output goes."""
+"""One trace of a step: its jaxpr, where each input comes from, and where each output goes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from xla_dtensor.compilation.call.asked_ids import AskedIds
 from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
-from xla_dtensor.compilation.code.installed import Recorder, users_code
+from xla_dtensor.compilation.code.installed import CodeRecorder, users_code
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.threads import none_started
 from xla_dtensor.compilation.objects.carried import each_once
+from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
-from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
@@ -79,7 +79,7 @@ class Traced:
         dynamic: frozenset[int],
         carried: frozenset[str],
         positions: Positions | None,
-        recorder: Recorder,
+        recorder: CodeRecorder,
         fixed: bool,
         unmet: Sequence[FunctionType],
     ) -> None:
@@ -111,7 +111,7 @@ class Traced:
         caller.check_reads(reads)
         self.carried = each_once(reached.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
-        assert call is not None and now is not None  # the watch has looked at each
+        assert call is not None and now is not None  # the walk has read each place
         self._call, arguments = call, now
         self.dynamic = dynamic | arguments.carried_numbers()
         if self.dynamic and names.asks_types:
@@ -186,7 +186,7 @@ class Traced:
             for tensor in self._cut:
                 outside = trace.outside.get(id(tensor))
                 if outside is not None:
-                    outside.is_leaf = False  # as it is for the caller
+                    outside.is_leaf = False  # to the caller it has a history
             leaf_of = {
                 id(leaf.grad): leaf
                 for leaf in trace.outside.values()
@@ -197,7 +197,7 @@ class Traced:
                 for o in trace.outside.values()
                 if o.keep(free.get(id(o.get())), leaf_of.get(id(o.get())))
             ]
-            # Others, of which the step's Python may have read `requires_grad`.
+            # Tensors that the program doesn't use; the step's Python may have read `requires_grad`.
             used = set(map(id, trace.outside.values()))
             others = [(t, o) for t, o in trace.before.values() if id(o) not in used]
             self.others = [
@@ -211,7 +211,7 @@ class Traced:
                 <= watch.keys_of_places()
             )
             stepped, before = list(self.hooks.stepped.values()), len(self._roots)
-            self._roots += [(s.name, s) for s in stepped]  # with the state that the step has made
+            self._roots += [(s.name, s) for s in stepped]  # with state that the step has made
             for key, optimizer in reached.optimizers.items():
                 if "state" in names.attributes and key not in self.hooks.stepped:
                     self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
@@ -242,7 +242,7 @@ class Traced:
         """What the step's Python can read now."""
         names = self.names_of_carried
         if self._ran is not None:
-            known = None  # it has the names of code that hasn't run, too
+            known = None  # the earlier walk followed code that hasn't run
         watch = Watch(
             self._roots, names, self._executed, known=known, fixed=self.fixed, ran=self._ran
         )
@@ -257,7 +257,7 @@ class Traced:
     @interrupts.atomic
     def _abandon(self, surroundings: PlacesBefore) -> None:
         self.hooks.undo()
-        surroundings.restore()  # nobody keeps a tensor that has no value
+        surroundings.restore()  # no tracer stays in an attribute
         end_numbers(self.trace.python_numbers)
         self.trace.let_go()
 
@@ -314,7 +314,7 @@ class Traced:
         self.hooks.take_numbers()
         outputs.collect_gradients(made, history)
         del flat, made, history, objects, self._made
-        gc.collect()  # what only cycles still hold isn't left behind
+        gc.collect()  # storages in garbage aren't effects
         outputs.collect_storages()
         return outputs.take_arrays()
 

@@ -1,4 +1,4 @@
-"""What the Python of a trace has changed outside, turned into recipes for later calls."""
+"""What the Python of a trace has changed outside of the step, as recipes for later calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from xla_dtensor.compilation.call.recipes import BuiltObject, FixedObject
 from xla_dtensor.compilation.objects.carried import has_history, is_state, tensors_in
+from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.places import MISSING
-from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, check_replayable
@@ -98,13 +98,13 @@ class TracedEffects:
             DataDependentError: the next call would go on with their history.
         """
         for key, before in effect.before.items():
-            # An element of a set that is gone is under no key.
+            # MISSING for an element that a set no longer has.
             after, name = effect.after.get(key, MISSING), effect.place.label(key)
             tensors = tensors_in(before)
             carried = name in self._carried
             if not (is_state(before) and (carried or effect.place.guarded)):
                 continue
-            if effect.grows():  # it is another place in every call
+            if effect.grows():  # the place itself is another one in every call
                 continue
             if not tensors:
                 if not carried and is_state(after, symbolic=True):

@@ -1,4 +1,4 @@
-"""Where each constant of a trace's jaxpr comes from in later calls."""
+"""For each constant of a trace's jaxpr the source of its value in later calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TracedInputs:
         for i, tensor in enumerate(arguments.tensors):
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
-        # An argument or a gradient that the step finds elsewhere, too, is what is found there.
+        # An argument or gradient that is also reached by name counts as the tensor reached.
         found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
@@ -75,7 +75,8 @@ class TracedInputs:
             if storage in found
         )
         self.met = watch.met(arguments)
-        # On the CPU, where reads go by the tensor: one that is in two places is the same in both.
+        # CPU tensors are read through the tensor object: one that is an argument and also
+        # reached by name must be the same object in both.
         self.bound_on_host = tuple(
             (i, tensor)
             for i, tensor in enumerate(arguments.tensors)
@@ -131,7 +132,7 @@ class TracedInputs:
         self.reads = []
         for memory, outside in trace.reads:
             where: Any
-            if isinstance(memory, int):  # the step's own
+            if isinstance(memory, int):  # the id of a storage that the step made
                 where = outputs.shown[memory]
             elif isinstance(memory, torch.Tensor) and not outputs.host.computes(memory):
                 where = of_host.get(id(memory), memory)

@@ -1,4 +1,4 @@
-"""What a trace gives back: the outputs of its program, and what they are for."""
+"""The outputs of a trace's program, and what each is for: a result, a write, a gradient."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class TracedOutputs:
     def collect_gradients(self, made: OutputRecipes, history: History) -> None:
         """What the step leaves in leaves' ``.grad``, which get back what they had before; and the
         history of its results."""
-        self.random_operations = self.trace.random_operations()  # without the backward pass's
-        # A gradient that is a view of a captured tensor adds that to those outside.
+        self.random_operations = self.trace.random_operations()  # not those of the backward program
+        # A copy of the dict: a gradient that is a view of a captured tensor adds that tensor to it.
         for outside in list(self.trace.outside.values()):
             leaf = outside.get()
             if leaf is None or not outside.takes_gradient:
@@ -115,7 +115,7 @@ class TracedOutputs:
                 continue
             index = self.emit(logical(storage.array, storage.form), storage.form.reduced())
             self.written[id(captured)] = counters[shared] = index
-        # A copy of what is captured, as some optimizers keep one of each parameter, has that array.
+        # Some optimizers keep a copy of each parameter: it has the captured array, an output too.
         used = {id(captured.array) for captured in self.captured}
         for storage in trace.left_behind():
             if isinstance(storage.array, jax.core.Tracer) or id(storage.array) in used:
@@ -125,6 +125,6 @@ class TracedOutputs:
     def forget_trace(self) -> None:
         """Let go of tracers, of which no input is left to be named."""
         for captured in self.captured:
-            captured.array = None  # no second copy of what the step uses
+            captured.array = None  # or old values would be kept alive
         self.captured, self.shown = [], {}
         self.trace.forget()

@@ -1,1 +1,1 @@
-"""Equal layers as one loop."""
+"""``xd.scan_layers``: equal layers as one loop of the program."""

@@ -1,4 +1,4 @@
-"""The arrays of a loop over layers: logical values, each in a layout."""
+"""Arrays of a loop over layers: each layer's tensors as logical values, stacked and unstacked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from torch.distributed.tensor import Replicate
 
-from xla_dtensor.base.grips import ALWAYS
+from xla_dtensor.base.strictness import ALWAYS
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import logical

@@ -1,4 +1,4 @@
-"""Casts of what a loop takes and gives slice by slice, moved out of it.
+"""Moves casts of a loop's slices (bfloat16 parameters) out of the loop, which saves memory.
 
 A layer that computes in bfloat16 with parameters in float32 casts each of them, and its gradient
 back, in each round. The loop then takes the stack of its layers' parameters in float32, and gives
@@ -50,9 +50,9 @@ class _Loop:
                 self._users.setdefault(atom, []).append(each)
             self._makers.update(dict.fromkeys(each.outvars, each))
         self._given = Counter(a for a in self._body.outvars if isinstance(a, Var))
-        # By a variable of the body the one with fewer bits that stands for it.
+        # Variables of the body: by the wide one the narrow one that replaces it.
         self._narrow: dict[Any, Any] = {}
-        # By the result of a cast that does nothing any more what it was cast from.
+        # Casts that became no-ops: by their result their operand.
         self._instead: dict[Any, Any] = {}
 
     def with_casts_outside(self, made: set[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``with xd.scan_layers():``: what models call one after the other becomes a loop, if it is equal.
+"""``with xd.scan_layers():``: finds calls of equal layers one after another, and makes them a loop.
 
 The first of a list's equal layers is called: the loop over all of them is traced, and its first
 result returned. The others' calls are answered with the loop's further results, as long as each
@@ -79,7 +79,7 @@ class _Chains:
         self._options = {"recompute": recompute, "offload": offload}
         self._places: dict[int, tuple[nn.Module, list[nn.Module], int]] = {}
         self._met: set[int] = set()
-        self._begun: dict[int, _Chain] = {}  # by the list
+        self._begun: dict[int, _Chain] = {}  # by the id of the list of layers
         self.tracing = False
 
     def meet(self, module: nn.Module) -> None:
@@ -124,7 +124,7 @@ class _Chains:
             chain.begin(self._options)
         except UnsupportedOpError as error:
             logger.info("scan_layers: %s: %s", name, error)
-            # Not once more for each of the layers that follow.
+            # Don't try again at each of the layers that follow.
             for layer in layers[index : index + run]:
                 del self._places[id(layer)]
             return None

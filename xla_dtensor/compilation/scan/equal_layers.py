@@ -1,4 +1,4 @@
-"""Whether layers are equal but for their tensors' values, so that one's code serves for all."""
+"""Whether layers differ in their tensors' values alone, so that one's code can run for all."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _other_attribute(
     for (name, module), twin in modules:
         own, its = vars(module), vars(twin)
         for key in {**own, **its}:
-            value, others = own.get(key), its.get(key)  # either may have one of its own: `forward`
+            value, others = own.get(key), its.get(key)  # only one may have its own: `forward`
             if key not in _OF_EVERY_MODULE and not compared.same(value, others):
                 return f"{name or 'itself'}.{key}", value, others
     return None
@@ -165,7 +165,7 @@ class _Compared:
     """Whether values that two layers have in the same place mean the same in their code."""
 
     def __init__(self, first: dict[int, str], other: dict[int, str]) -> None:
-        # The layers' own parts, by names: what is the same is the part of that name.
+        # Names of the layers' modules and tensors, by id: parts of the same name count as equal.
         self._first, self._other = first, other
         self._begun: set[tuple[int, int]] = set()
 
@@ -188,7 +188,7 @@ class _Compared:
             return bool(a == b)
         if isinstance(a, np.ndarray):
             return a.dtype == b.dtype and bool(np.array_equal(a, b))
-        if isinstance(a, types.FunctionType):  # defined in each layer's __init__, say
+        if isinstance(a, types.FunctionType):  # a closure defined in each layer's __init__, say
             return a.__code__ is b.__code__ and self.same(_reads(a), _reads(b))
         kind = kind_of(a)
         if kind is not None:

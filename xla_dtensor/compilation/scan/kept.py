@@ -1,4 +1,4 @@
-"""What the forward loop keeps of each layer for the backward loop."""
+"""Residuals of each layer that the forward loop saves for the backward loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Residuals:
                     f"than in forward (a tensor of shape {list(tensor.shape)} for one of "
                     f"{list(self._forms[place].shape)}). Leave recompute=False out"
                 )
-            # Not the tensor that it is of: a result that its own node saves would never go.
+            # Its number, not the tensor: a result saved by its own node would be a reference cycle.
             return tensor if place is None else place
 
         def unpack(packed: Any) -> Any:

@@ -33,6 +33,7 @@ from xla_dtensor.compilation.scan.arrays import (
     unstack,
     whole_sums,
 )
+from xla_dtensor.compilation.scan.body import LoopBody
 from xla_dtensor.compilation.scan.equal_layers import (
     Unassigned,
     changed,
@@ -40,7 +41,6 @@ from xla_dtensor.compilation.scan.equal_layers import (
     described,
     tensors_of,
 )
-from xla_dtensor.compilation.scan.inside import Inside
 from xla_dtensor.compilation.scan.kept import Residuals, to_devices, to_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -128,7 +128,7 @@ class Layers:
         args, kwargs = pytree.tree_unflatten(flat, self._tree)
         version = x._storage_.version
         given = pytree.tree_flatten((args, kwargs))
-        # As in forward, also where backward is called elsewhere.
+        # Autocast as in forward: backward may be called outside of its block.
         with self._autocasts[0](), self._autocasts[1](), Unassigned(self.first):
             y = self.first(x, *args, **kwargs)
         left = pytree.tree_flatten((args, kwargs))
@@ -185,14 +185,14 @@ class Layers:
         found = []
         for i, form in enumerate(self.forms):
             values = [logical_value(tensors[i]) for tensors in self.tensors]
-            # A parameter of the default device is on all of the step's from its first call on.
+            # A step's first call moves parameters of the default device to all of its devices.
             found.append(stack(form.placed(self.trace.frame), *values))
         return found
 
-    def inside(self, slices: list[Any], words: Any) -> Inside:
+    def in_body(self, slices: list[Any], words: Any) -> LoopBody:
         storages = [tensor._storage_ for tensor in self.tensors[0]]
         words = self.trace.rng_words if words is None else words
-        return Inside(self.trace, storages, slices, words, self.random)
+        return LoopBody(self.trace, storages, slices, words, self.random)
 
     def words(self) -> Any:
         """The generator's state before each layer; None if it is the same for all."""
@@ -219,7 +219,7 @@ class _Scan(torch.autograd.Function):
             wants_grad = any(ctx.needs_input_grad)
 
             def body(value: Any, xs: Any) -> Any:
-                with layers.inside(*xs) as inside:
+                with layers.in_body(*xs) as inside:
                     x = new_tensor(value, form)
                     saved, others = [], layers.others
                     with contextlib.ExitStack() as saving:
@@ -241,7 +241,7 @@ class _Scan(torch.autograd.Function):
 
             scan = functools.partial(jax.lax.scan, body, start, length=layers.count)
             end, (kept, inputs) = scan((stacked, layers.words()))
-            if drawn[0]:  # each layer has random numbers of its own: once more, with those
+            if drawn[0]:  # random numbers: trace again, with a state for each layer
                 layers.draws = drawn[0]
                 end, (kept, inputs) = scan((stacked, layers.words()))
             results = [y for array in inputs for y in unstack(array, layers.count)[1:]]
@@ -249,7 +249,7 @@ class _Scan(torch.autograd.Function):
         trace.random.advance(layers.draws * layers.count)
         ctx.layers, ctx.form = layers, form
         ctx.stacked, ctx.kept = stacked, kept
-        ctx.save_for_backward(_NOTHING)  # torch frees it with the graph, and says so afterwards
+        ctx.save_for_backward(_NOTHING)  # freed with the graph; reading it then raises
         ctx.set_materialize_grads(False)
         return tuple(new_tensor(y, form) for y in (*results, end))
 
@@ -276,7 +276,7 @@ class _Scan(torch.autograd.Function):
                 # weight twice.
                 dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
             with contextlib.ExitStack() as inside:
-                inside.enter_context(layers.inside(slices, words))
+                inside.enter_context(layers.in_body(slices, words))
                 inside.enter_context(torch.enable_grad())
                 x = new_tensor(value, form).requires_grad_(True)
                 others = layers.apart(needs_others)
@@ -307,7 +307,7 @@ class _Scan(torch.autograd.Function):
             zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
             nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
             *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
-            # Of each layer's result, where that is used elsewhere than in the next one.
+            # Gradients of layers' results that something besides the next layer has used.
             used = any(g is not None for g in of_each[:-1])
             of_results = [stack(form, *middle, nothing)] if used else []
             (dx, sums), per_layer = jax.lax.scan(

@@ -1,1 +1,1 @@
-"""What the user holds: which program runs, and when there is another trace."""
+"""What ``xd.compile`` returns: the step, its programs, and when it is traced again."""

@@ -1,4 +1,4 @@
-"""The audit: is a program still what the step's Python would do now?"""
+"""The audit: traces a step again, and compares with the program in use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
 def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
     """What a later trace must have in common with this one, for the program to be the step."""
     trace = traced.trace
-    # One may be a tensor that the step reaches, too: then a trace takes it for that.
+    # Arguments by storage: a trace takes an argument that is also reached by name for the latter.
     given = {
         id(tensor._storage_): i
         for i, tensor in enumerate(arguments.tensors)
@@ -59,7 +59,7 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
         "the operations": text_of(traced.jaxpr),
         "the tensors that it uses": [s.signature(given) for s in traced.inputs.sources],
         "the numbers that it computes with": [number.name for number in trace.numbers.inputs],
-        # Not how often: RMSprop asks for its momentum once more for each state that it makes.
+        # A set, not counts: RMSprop reads its momentum once more for each state that it makes.
         "what it decides by numbers": {decision.text for decision in trace.numbers.decisions},
         "the layouts of its results": [form.placed(traced.frame) for form in traced.outputs.forms],
         "what it returns": (traced.outputs.tree, list(map(_part, traced.outputs.results))),

@@ -1,4 +1,4 @@
-"""What watched and replayed steps have in common."""
+"""The base of watched and replayed steps: name, method binding, counts of traces and programs."""
 
 from __future__ import annotations
 

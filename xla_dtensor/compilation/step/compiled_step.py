@@ -1,4 +1,4 @@
-"""A compiled step: which program a call runs, and how its user asks about it."""
+"""A compiled step: finds the program that a call runs, and has the methods of `CompiledStep`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_dtensor.base import assertions, events, executor, interrupts, thread_st
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
-from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.call.retraces import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.program.program import Program
@@ -78,14 +78,14 @@ class CompiledStep(StepTraces):
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables = Executables(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._last: tuple[Arguments, Program] | None = None
-        # What it keeps outside of itself and replaces in each call, by name in messages; numbers.
+        # Carried tensors, and carried numbers, by their names in messages.
         self._carried: frozenset[str] = frozenset()
         self._counted: frozenset[str] = frozenset()
-        # The names of attributes that its code reads, so far; None: it may read any.
+        # The attributes that its code is known to read; None: it may read any.
         self._reads: frozenset[str] | None = frozenset()
         # How much it takes from iterators among its arguments.
         self._streams: dict[Any, list[tuple[int, bool]]] = {}
-        # What of it can't be taken from there, and why.
+        # State that can't be carried, and why.
         self._not_carried: dict[str, Exception] = {}
         self._left_alone: set[str] = set()
         self.clear_cache()
@@ -93,8 +93,8 @@ class CompiledStep(StepTraces):
         self.traces = 0
         self.recompilations: list[str] = []
 
-    # An interrupt that waits for `_call` alone comes before the lock is given back, and no other
-    # thread ever gets it.
+    # The whole call, not `_call` alone: an interrupt before the lock is released would leave it
+    # locked for all threads.
     @interrupts.completed
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner = executor.is_in_step()

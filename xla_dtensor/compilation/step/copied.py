@@ -1,4 +1,4 @@
-"""Copies of compiled steps, and steps pickled."""
+"""Copying and pickling of compiled steps."""
 
 from __future__ import annotations
 

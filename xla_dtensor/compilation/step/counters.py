@@ -1,4 +1,4 @@
-"""Counts of traces and compilations, of all compiled steps that the process has or had."""
+"""Counts of traces and compilations over all compiled steps of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a compiled step where tensors have no data (``xd.abstract``): it is lowered, not run."""
+"""Calls of a compiled step on tensors without data (``xd.abstract``): lowered, not run."""
 
 from __future__ import annotations
 

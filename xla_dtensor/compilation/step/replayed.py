@@ -1,4 +1,4 @@
-"""Steps whose Python runs in every call: ``xd.compile(step, watch="replay")``.
+"""Replayed steps, whose Python runs in every call: ``xd.compile(step, watch="replay")``.
 
 The Python computes nothing: its operations are written down, as eager ones are, while the devices
 are still at the step before. What was written down is then looked up among the programs that the
@@ -19,15 +19,20 @@ from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.recorded.attempts import Attempt
 from xla_dtensor.compilation.step.base_step import BaseStep
 from xla_dtensor.compilation.step.lower_only import called_without_data
-from xla_dtensor.compilation.step.step_batch import NotingStepBatch, Program, Refused, StepBatch
+from xla_dtensor.compilation.step.step_batch import (
+    NotingStepBatch,
+    Refused,
+    ReplayedProgram,
+    StepBatch,
+)
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.batch_program import Entry, Outputs
 from xla_dtensor.execution.blocks import writing_down
 from xla_dtensor.runtime import abstract, processes
 
-SEQUENCES = 256  # of operations whose programs are kept
-# Calls that leave garbage behind until there is a program that computes that, too.
+SEQUENCES = 256  # sequences of operations whose programs are kept
+# After so many calls that leave uncollected results, a program is made that computes these, too.
 OFTEN = 3
 
 
@@ -62,7 +67,7 @@ class ReplayedStep(BaseStep):
         self._options = compiler_options
         self._asked = (compiler_options,)
         name = f"replayed step {self._name()}"
-        self._programs: Cache[Any, list[Program | Refused]] = Cache(
+        self._programs: Cache[Any, list[ReplayedProgram | Refused]] = Cache(
             f"{name}: programs", SEQUENCES, size=lambda some: sum(one.size() for one in some)
         )
         self.clear_cache()
@@ -94,7 +99,7 @@ class ReplayedStep(BaseStep):
                 finally:
                     recorded.run()
         except BaseException:
-            self._notes_lines = True  # should it fail again
+            self._notes_lines = True  # for the message, should it fail again
             raise
 
     def compiled_programs(self) -> list[Any]:
@@ -108,7 +113,7 @@ class ReplayedStep(BaseStep):
             assert "f32[4]" in step.compiled_programs()[-1].as_text()
         """
         known = (one for some in self._programs.values() for one in some)
-        return [program.compiled for program in known if isinstance(program, Program)]
+        return [program.compiled for program in known if isinstance(program, ReplayedProgram)]
 
     def clear_cache(self) -> None:
         """Forget all programs; the counts stay.
@@ -122,14 +127,14 @@ class ReplayedStep(BaseStep):
             assert step.compiled_programs() == []
         """
         self._programs.clear()
-        self._latest: Program | None = None
+        self._latest: ReplayedProgram | None = None
         self._uncollected = 0
         # For the message should the operations be others next time.
         self._notes_lines = True
 
     # --- internals ---------------------------------------------------------------------------
 
-    def _program_of(self, recorded: StepBatch) -> Program | Refused | None:
+    def _program_of(self, recorded: StepBatch) -> ReplayedProgram | Refused | None:
         """The program of what was written down, compiled if there is none; None if nothing is
         wanted of it any more."""
         wanted = recorded.wanted()
@@ -146,12 +151,12 @@ class ReplayedStep(BaseStep):
         # Only what is younger than two collections, as all is that this call has made: a full one
         # visits every object of the process, which takes a second where there are millions.
         gc.collect(1)
-        if len(recorded) != len(entries):  # destructors have written operations down, or read
+        if len(recorded) != len(entries):  # finalizers have recorded operations, or read a value
             return self._program_of(recorded)
         collected = recorded.wanted()
         program = _one_of(known, collected)
-        if not isinstance(program, Program) or self._uncollected == OFTEN:
-            if isinstance(program, Program):
+        if not isinstance(program, ReplayedProgram) or self._uncollected == OFTEN:
+            if isinstance(program, ReplayedProgram):
                 wanted = tuple(dict.fromkeys((*wanted, *program.outputs)))
                 self._uncollected = 0
             else:
@@ -164,12 +169,12 @@ class ReplayedStep(BaseStep):
 
     def _compiled(
         self, recorded: StepBatch, entries: tuple[Entry, ...], wanted: Outputs
-    ) -> Program | Refused:
+    ) -> ReplayedProgram | Refused:
         self._notes_lines = True
         attempt = Attempt()
         try:
             with Seldom():
-                program = Program(recorded, entries, wanted, self._options)
+                program = ReplayedProgram(recorded, entries, wanted, self._options)
         except Exception as error:
             if attempt.is_final(error):
                 raise
@@ -179,5 +184,7 @@ class ReplayedStep(BaseStep):
         return program
 
 
-def _one_of(programs: list[Program | Refused], wanted: Outputs) -> Program | Refused | None:
+def _one_of(
+    programs: list[ReplayedProgram | Refused], wanted: Outputs
+) -> ReplayedProgram | Refused | None:
     return next((p for p in programs if p.computes(wanted)), None)

@@ -1,4 +1,4 @@
-"""All that a step's Python asks for in one call, and the program that it is compiled to."""
+"""The batch of one call of a replayed step, and the program that it is compiled to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax
 from xla_dtensor.compilation.call.inputs import LostArrays, check_alive, refuse_deleted
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.execution import lazy
-from xla_dtensor.execution.batch import Batch, Waiting
+from xla_dtensor.execution.batch import Batch, WaitingStorage
 from xla_dtensor.execution.batch_program import (
     ARRAY,
     BARRIER,
@@ -34,7 +34,7 @@ from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.jax_runtime import code_bytes
 
 
-class Program:
+class ReplayedProgram:
     """What a sequence of operations was compiled to.
 
     Attributes:
@@ -65,7 +65,7 @@ class Program:
             arrays = [*taken, *kept]
             return compute([arrays[i] for i in order], numbers)
 
-        inputs = self._inputs(recorded)  # what compiling looks at; nothing is taken over
+        inputs = self._inputs(recorded)  # for shapes and shardings; nothing is donated
         shardings = out_shardings(self.outputs)
 
         def traced() -> Any:
@@ -101,7 +101,7 @@ class Program:
         taken, kept = ([recorded.arrays[i] for i in some] for some in (self._taken, self._kept))
         return taken, kept, recorded.numbers()
 
-    def difference(self, later: Program) -> str:
+    def difference(self, later: ReplayedProgram) -> str:
         """Where another program's operations begin to be others."""
         pairs = itertools.zip_longest(self._entries, later._entries)
         for i, (mine, others) in enumerate(pairs):
@@ -151,7 +151,7 @@ def _alike(error: Exception) -> Exception:
     """The same error without the frames that it has come through: they hold a call's tensors."""
     try:
         return copy.copy(error)
-    except Exception:  # of its class, which wants other arguments
+    except Exception:  # its class may want other arguments
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -168,7 +168,7 @@ class StepBatch(lazy.Lazy):
 
     is_step = True
 
-    def __init__(self, program_of: Callable[[StepBatch], Program | Refused | None]) -> None:
+    def __init__(self, program_of: Callable[[StepBatch], ReplayedProgram | Refused | None]) -> None:
         self._program_of = program_of
         self._optimizers = 0
         self._recomputing: list[tuple[int, int | None, dict[int, int]]] = []
@@ -176,20 +176,20 @@ class StepBatch(lazy.Lazy):
 
     def _start(self) -> None:
         super()._start()
-        # What was computed so far are arrays now.
+        # A new batch begins, to which values of the earlier one are arrays: nothing to tie to.
         self._recomputing = [(0, None, {}) for _ in self._recomputing]
 
-    # To note where in the user's code an operation is costs as much as half of writing it down.
+    # Not `Lazy`'s, which notes the user's line: that costs half as much as recording the operation.
     _write_down = Batch._write_down
 
-    _array = Batch._array  # the bytes of its inputs end no step
+    _array = Batch._array  # not `Lazy`'s, which launches after so many bytes of inputs
 
     def _add_in_optimizer(self, plan: Plan, call: Call) -> list[Any]:
         """Write a call down; state that an optimizer makes in its first step is there at once, so
         that this step's program is that of all later ones, which have it as an input."""
         filled = call.filled_with()
         form = plan.result_forms[0] if plan.result_forms else None
-        # What moves to the mesh's devices with the step's values has another form there.
+        # Only forms that stay the same when the step moves its values to the mesh's devices.
         if (
             isinstance(filled, int | float)
             and form is not None
@@ -239,7 +239,7 @@ class StepBatch(lazy.Lazy):
         if kind != ARRAY and (kind != VALUE or index >= first):
             return code
         if code not in known:
-            # Tied to the newest value of the backward pass: not to be computed before it.
+            # One barrier with the backward pass's newest value: XLA can't recompute before it.
             operands = (code,) if latest is None else (code, latest)
             (behind,) = self._write_down(Entry(BARRIER, operands))
             known[code] = behind.code
@@ -287,13 +287,13 @@ class StepBatch(lazy.Lazy):
                 index is not None
                 and new.__class__ is Pending
                 and outputs.get(new.index) is form
-                and value.size > 1  # step counts: many storages may have one array
+                and value.size > 1  # scalars (step counts) may share one array
             ):
                 found.append((index, (new.index, form)))
         return found
 
-    def _launch(self) -> list[tuple[Waiting, Form, Any]]:
-        program: Program | Refused | None = None
+    def _launch(self) -> list[tuple[WaitingStorage, Form, Any]]:
+        program: ReplayedProgram | Refused | None = None
         try:
             with self._outside_of_traces():
                 program = self._program_of(self)
@@ -306,14 +306,14 @@ class StepBatch(lazy.Lazy):
                 array.is_deleted() for array in self._arrays if isinstance(array, jax.Array)
             ):
                 raise
-            # Is it one operation that fails? Then its error names it and its line.
+            # Run one by one: if a single operation fails, its error names it and its line.
             alone = self._one_by_one(self._waiting())
             if any(isinstance(value, Failure) for _, _, value in alone):
                 return alone
             if refused is not None:
                 refused.is_whole = True
             raise
-        assert isinstance(program, Program)  # the other one has raised
+        assert isinstance(program, ReplayedProgram)  # a `Refused` has raised
         place_of = program.place_of
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]

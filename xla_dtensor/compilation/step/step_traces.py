@@ -1,4 +1,4 @@
-"""The traces of a compiled step: when its Python runs again, with what as inputs, and why."""
+"""The traces of a compiled step: when it is traced again, with which inputs, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xla_dtensor.compilation.call.buckets import (
     refuse_writes,
     shapes_of,
 )
-from xla_dtensor.compilation.call.decided import ManyTraces
+from xla_dtensor.compilation.call.retraces import ManyTraces
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.program.guards import Mismatch
@@ -91,7 +91,7 @@ class StepTraces(BaseStep):
         except BaseException as error:
             if made is None or not program.launched:
                 traced.undo(error)
-            else:  # a scheduler's step: the program has done what it had to
+            else:  # a scheduler's step raised, after the program's results were written back
                 self._keep(program, call, family)
             if isinstance(error, NumberChanged):
                 raise DataDependentError(
@@ -247,15 +247,15 @@ class StepTraces(BaseStep):
                 try:
                     self._trace_once(arguments, family).undo()
                 except BaseException:
-                    self._carried |= suspects  # it is the step that raises
+                    self._carried |= suspects  # it raises without carried numbers, too
                     raise
-                # The step's Python can't do with numbers that are inputs.
+                # The step's Python raises for symbolic numbers, which carried ones are.
                 self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
             effects = traced.effects
             for label in effects.of_others - self._not_carried.keys():
-                # For the time of a trace a stand-in would lie there: that thread would count on.
+                # While a trace runs the place holds a symbolic number, which that thread would use.
                 self._not_carried[label] = DataDependentError(f"another thread changes {label}")
             if effects.of_others & self._counted & self._carried:
                 self._carried -= effects.of_others

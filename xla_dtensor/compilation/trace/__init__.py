@@ -1,1 +1,1 @@
-"""While a step's Python runs on tracers: what dispatch, optimizers and modules tell the trace."""
+"""The trace of a step while its Python runs: numbers, optimizers, hooks, captured tensors."""

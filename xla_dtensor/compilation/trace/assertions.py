@@ -1,4 +1,4 @@
-"""What must hold of values in a step that is traced (`plans/conditions.py`)."""
+"""Conditions on values in a traced step (indices in range), as outputs of its program."""
 
 from __future__ import annotations
 

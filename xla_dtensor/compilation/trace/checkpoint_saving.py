@@ -1,4 +1,4 @@
-"""Tensors that autograd saves while a step is traced."""
+"""Keeps the saved-tensor hooks of ``torch.utils.checkpoint`` off tensors that a trace saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that torch's C++ takes as doubles: ``eps``, ``p``, ``label_smoothing``, ``beta``.
+"""Symbolic numbers for arguments that torch's C++ takes as doubles: ``eps``, ``p``, ``beta``.
 
 A symbolic number goes through torch where the schema has a ``Scalar``. Where it has a ``float``,
 torch asks for the value, and the value would be part of the program. So for the functions below,
@@ -164,8 +164,8 @@ class Rounded(Exception):
     """C++ has made something of a number that isn't known here."""
 
 
-# By how much a double that stands for a number is off, so that it is another in single precision,
-# too; and how much of that is lost there.
+# The relative offset of a double that stands for a number, large enough to survive a cast to single
+# precision, and the rounding error of that cast.
 _OFF, _ROUNDING = 1.1 * 2.0**-20, 2.0**-23
 
 
@@ -198,7 +198,7 @@ class StandIns:
             return value
         if cls is list or cls is tuple:
             items = list(map(self.restore, value))
-            # The very same where nothing stands for a number: who asks goes by that.
+            # The same object if nothing was replaced: callers compare with `is`.
             return value if all(map(operator.is_, items, value)) else cls(items)
         return value
 
@@ -238,7 +238,7 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
     """
     if isinstance(func, types.FunctionType):
         if func.__module__ not in _PYTHON or count_of_function_modes():
-            return func(*args, **kwargs)  # other modes want to see it, too
+            return func(*args, **kwargs)  # so that other modes see the call, too
         with mode:
             return body_of(func)(*args, **kwargs)
     if func in MAKERS:
@@ -265,7 +265,7 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
 _PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})
 
 
-# What such a function asks first: whether somebody else is to be called in its place.
+# The checks with which such a function asks whether to call __torch_function__ instead.
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -273,7 +273,7 @@ def _never(*tensors: Any) -> bool:
     return False
 
 
-# Made anew in each call: what the function calls in its module may have been replaced since.
+# Not cached: a function that it calls may have been replaced in its module since.
 def body_of(function: types.FunctionType) -> types.FunctionType:
     """The function as it is without a mode: it asks nobody else, and goes on to C++."""
     asks = dict.fromkeys(_ASKING, _never)

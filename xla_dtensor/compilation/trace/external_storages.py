@@ -1,4 +1,4 @@
-"""Storages that a step uses and hasn't made, as they were before its trace, to be put back."""
+"""Storages from outside that a step uses: their state before the trace, restored after it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExternalStorage:
     )
 
     def __init__(self, storage: Storage, fill_value: Any = None) -> None:
-        # New state may be a temporary; only a weak reference can tell.
+        # State that an optimizer has just made may be a temporary, which a weak reference shows.
         self._strong = storage if fill_value is None else None
         self._reference = weakref.ref(storage)
         self.array = storage.array

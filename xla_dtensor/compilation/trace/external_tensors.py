@@ -1,4 +1,4 @@
-"""Tensors that a step uses and hasn't made, as they were before its trace."""
+"""Tensors from outside that a step uses: flags, hooks and gradients as the trace found them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ExternalTensor:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
         tensor = self.get()
         if tensor is None or tensor.requires_grad == self.requires_grad:
-            return False  # not to ask a view whose base was written since: torch refuses
+            return False  # don't ask for `is_leaf`: torch raises for a view whose base was written
         return tensor.is_leaf
 
     def switch_back(self) -> None:
@@ -154,7 +154,7 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
     accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
     if not backward and not accumulated:
         return found
-    own = getattr(getattr(tensor, "_landing", None), "id", None)
+    own = getattr(getattr(tensor, "_grad_hook", None), "id", None)
     for name, hooks in (("backward", backward), ("accumulated", accumulated)):
         users = [hook for key, hook in hooks.items() if key != own] if hooks else None
         if users:

@@ -1,4 +1,4 @@
-"""The nodes of autograd's graph."""
+"""Iterates over the autograd nodes behind tensors, each once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         if node is None:
             continue
         number = node._sequence_nr()
-        # Those of leaves all have the same number.
+        # AccumulateGrad nodes, of leaves, all have the number 2**64 - 1.
         if number in seen or number >= 2**63:
             continue
         seen.add(number)

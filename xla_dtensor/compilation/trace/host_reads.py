@@ -1,5 +1,4 @@
-"""Functions of torch that hand out a CPU tensor's memory, or say something of one, without an
-operation, seen in a trace."""
+"""Torch functions that read a CPU tensor without an operation (``.numpy()``), seen in a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from xla_dtensor.tensors.of_form import Ours
 
 _Tensor = torch.Tensor
 _BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-# What gives the values; and the memory itself, to which Python may write.
+# Functions that show all values; then those that give the memory, to which Python may write.
 _TEXT = frozenset({_Tensor.__repr__, _Tensor.__format__})
 _MEMORY = frozenset(
     {
@@ -31,10 +30,10 @@ _MEMORY = frozenset(
     }
 )
 _READS = _MEMORY | _TEXT | {_Tensor.tolist}
-# What gives the value of one element, mostly by an operation (`HostOperations._item`).
+# Functions that give one element's value, mostly by an operation (`HostOperations._item`).
 _ITEMS = frozenset({_Tensor.__float__, _Tensor.__int__, _Tensor.__index__, _Tensor.__bool__})
-# What makes a tensor of lists of tensors, whose values C++ takes; and what takes those of all
-# arguments but the first.
+# Functions that make a tensor of lists of tensors, whose values C++ reads; and functions that read
+# the values of all arguments but the first.
 _OF_LISTS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _BY_VALUES = frozenset({_Tensor.new_tensor, _Tensor.tensor_split, torch.tensor_split})
 
@@ -43,7 +42,7 @@ def _kind(value: Any) -> Any:
     return value if value is None else type(value)
 
 
-# What torch says of a tensor besides its values, and as what it is compared.
+# Attributes of a tensor: the name in messages, and the value that is compared in later calls.
 _ASKED: dict[Any, tuple[str, Callable[[torch.Tensor], Any]]] = {
     _Tensor.requires_grad.__get__: ("requires_grad", lambda t: t.requires_grad),
     _Tensor.is_leaf.__get__: ("is_leaf", lambda t: t.is_leaf),
@@ -82,15 +81,15 @@ class HostReads(TorchFunctionMode):
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
         if func in _BACKWARD and not count_of_function_modes():
-            # Python that runs in it (recomputation, the user's functions and hooks) is seen, too.
+            # In this mode, so that Python in the backward pass (hooks, recomputation) is seen.
             with self:
                 return body_of(func)(*args, **(kwargs or {}))
         numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
         numbers = numbers or func in MAKERS or func in FUSED_OPTIMIZERS
-        if numbers and set(types) <= {torch.Tensor}:  # which functorch names
+        if numbers and set(types) <= {torch.Tensor}:  # not functorch's wrappers
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        # Code that asks for its type finds a float.
+        # As a number that passes for a float where code asks for its type.
         return like_a_number(result) if func is torch.Tensor.item and is_number(result) else result
 
     def _of_host(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +117,7 @@ class HostReads(TorchFunctionMode):
     def _item(self, func: Any, tensor: torch.Tensor) -> Any:
         before = self._operations.items
         result = func(tensor)
-        if self._operations.items == before:  # C++ has taken it: torch.FloatTensor([t[0]])
+        if self._operations.items == before:  # C++ read it without: torch.FloatTensor([t[0]])
             self._operations.look(tensor, f"{func.__name__}()")
         return result
 

@@ -1,4 +1,4 @@
-"""Hyperparameters as numbers of a trace."""
+"""Optimizers' hyperparameters as symbolic numbers while a step is traced."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _held(trace: Any, tensor: torch.Tensor) -> Any:
         name = f"the item of a CPU tensor {list(tensor.shape)}"
         read = partial(_held_now, trace.host.use(tensor))
         return trace.numbers.as_input(read, item_of(tensor), name)
-    # The step has made it, or written to it: the host computes it in each call.
+    # A CPU tensor that the step has made or written: the host's program gives it in each call.
     with jax.enable_x64(True):
         array = jax.numpy.asarray(trace.host_tensor(tensor)).reshape(()).astype("float64")
         weak = convert_element_type(array, weak_type=True)

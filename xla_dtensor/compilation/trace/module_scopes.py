@@ -1,5 +1,4 @@
-"""Which module an operation of a traced step is for, as a name in the program that JAX and XLA
-carry along: ``nn:layers.0.attention``.
+"""Names the module of each traced operation in the program: ``nn:layers.0.attention``.
 
 What runs in a module's forward is the module's. What runs in backward is that of the module whose
 forward made the node of autograd's that runs: nodes are numbered as they are made, so it is enough

@@ -1,4 +1,4 @@
-"""``BatchNorm(momentum=None)`` inside a compiled step: the average over all batches so far."""
+"""``BatchNorm(momentum=None)`` in a compiled step: a cumulative average over all batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _normalized(module: Any, x: torch.Tensor) -> torch.Tensor:
     module._check_input_dim(x)
     running = module.running_mean, module.running_var
     latest = tuple(statistic.detach().clone() for statistic in running)
-    # With a momentum of 1 they become those of this batch.
+    # With a momentum of 1 `latest` becomes this batch's mean and variance.
     out = functional.batch_norm(x, *latest, module.weight, module.bias, True, 1.0, module.eps)
     with torch.no_grad():
         module.num_batches_tracked.add_(1)

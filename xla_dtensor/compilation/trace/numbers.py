@@ -1,4 +1,4 @@
-"""Numbers that are inputs of a program, and what it depends on."""
+"""Numbers that are inputs of a program, and comparisons of them that the program depends on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NumberChanged(Exception):
     """A number is no longer of the kind that the program was made for."""
 
 
-# What Python's arithmetic raises for other numbers than those of the trace.
+# What Python's arithmetic may raise when later calls repeat it with other numbers.
 ARITHMETIC = (ArithmeticError, ValueError, TypeError)
 
 

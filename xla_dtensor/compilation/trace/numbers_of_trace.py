@@ -1,4 +1,4 @@
-"""Numbers of a trace: inputs of the program, what it decides by, and step counts."""
+"""All symbolic numbers of one trace: inputs, comparisons made with them, and step counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TraceNumbers:
         Args:
             value: what it is in this call.
         """
-        # Decisions are told apart by their text.
+        # Names are made unique, as the text of a decision is its identity.
         same = sum(number.name == name for number in self.inputs)
         text = name if not same else f"{name} ({same + 1})"
         index = len(self.inputs)

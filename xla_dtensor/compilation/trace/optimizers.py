@@ -64,8 +64,8 @@ class OptimizerHooks:
         self._feeds, self._everywhere = feeds, everywhere
         self._seen: dict[int, SteppedOptimizer] = {}
         self.stepped: dict[int, SteppedOptimizer] = {}
-        # Entries that a scheduler sets when the program has run: (group, key, what was there, what
-        # stands there since).
+        # Param group entries that a scheduler sets after the program has run: (group, key, the
+        # value before, the stand-in that is there meanwhile).
         self._hidden: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._set_behind: str | None = None
         for optimizer in known:
@@ -148,7 +148,7 @@ class OptimizerHooks:
         def seen(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if executor.trace() is not self._trace:
                 return zero_grad(owner, *args, **kwargs)
-            # Before, and not as it comes to them: the order would depend on which have one.
+            # All of them, before: else the inputs' order would depend on which have a gradient.
             if args[0] if args else kwargs.get("set_to_none", True):
                 if isinstance(owner, Optimizer):
                     tensors = [p for group in owner.param_groups for p in group["params"]]
@@ -186,7 +186,7 @@ class OptimizerHooks:
         for group in groups:
             group["capturable"] = True  # the step count is a tensor on the devices
         self._trace.optimizer_depth += 1
-        # ``step(closure)``: what the closure computes is the user's, not the optimizer's.
+        # ``step(closure)``: operations of the closure don't count as the optimizer's.
         named = {name: self._apart(x) for name, x in kwargs.items()}
         try:
             return function(optimizer, *map(self._apart, args), **named)
@@ -218,7 +218,7 @@ class OptimizerHooks:
     def _counter(self, tensor: torch.Tensor) -> XLATensor:
         form = device_form(None, (), dtype=tensor.dtype)
         storage = self._trace.constant(form, item_of(tensor))
-        assert storage is not None  # in an optimizer's step
+        assert storage is not None  # constant() gives one in an optimizer's step
         return XLATensor(storage, form)
 
     def _apart(self, closure: Any) -> Any:
@@ -254,10 +254,10 @@ class OptimizerHooks:
                     found.append((state, key, value))
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
-            if abstract.current() is not None:  # they count, but nobody knows how far
+            if abstract.current() is not None:  # step counts have no values here
                 values = iter([np.zeros(())] * len(ours))
             else:
-                # After a step they are one array.
+                # After a step all step counts are one array: read it once.
                 known = {id(array): array for array in ours}
                 read = dict(zip(known, jax.device_get([*known.values()]), strict=True))
                 values = iter([read[id(array)] for array in ours])

@@ -1,4 +1,4 @@
-"""Blocks that ``torch.utils.checkpoint`` runs again."""
+"""Recomputation of blocks (``torch.utils.checkpoint``) in a trace, kept apart by barriers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recomputation:
             if self._latest is None:
                 result = jax.lax.optimization_barrier(array)
             else:
-                # Tied to the newest value of the backward pass: not to be computed before it.
+                # One barrier with the backward pass's newest value: XLA can't recompute before it.
                 result, _ = jax.lax.optimization_barrier((array, self._latest))
             known = self._barred[id(array)] = (array, result)
         return known[1]

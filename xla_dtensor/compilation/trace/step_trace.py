@@ -1,4 +1,4 @@
-"""Tracing a training step: which values it reads, writes and leaves behind.
+"""The trace of a training step: the executor that records which values it reads and writes.
 
 The step's Python runs once, on JAX tracers. Arrays that it touches become inputs of the program,
 found by identity among the constants of the traced jaxpr; what it overwrote or left behind becomes
@@ -53,7 +53,7 @@ class StepTrace(Tracing):
     """The trace of one step; see `base.executor.Executor` for what it is told and asked."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
-        # Tensors that the step is known to reach, as they are before it.
+        # Flags and gradients, before the trace, of the tensors that the step can reach by name.
         self.before = {id(t): (t, ExternalTensor(t)) for t in leaves}
         self.optimizer_hooks: Any = None
         self.captured: list[ExternalStorage] = []
@@ -76,10 +76,10 @@ class StepTrace(Tracing):
         self._recomputed: list[Recomputation] = []
         self._latest: Any = None
         self._begins = next_version()
-        self.loop_begins = 0  # versions from before the loop body that is being traced are lower
+        self.loop_begins = 0  # the version at which the loop body that is being traced began
         self.optimizer_depth = 0
-        # Scalars computed from the same scalars are computed once: the step counts of 600
-        # parameters, and what an optimizer makes of them.
+        # Scalars by their operands, so that equal ones are computed once: the step counts of 600
+        # parameters, and an optimizer's factors from them.
         self.scalars: dict[Any, Any] = {}
         self._wide = WideScalars()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
@@ -87,8 +87,8 @@ class StepTrace(Tracing):
         self.history_begins = sequence_number()
         self.freed: set[int] = set()
         self.differentiating = False
-        # What the backward pass reads of memory that the user may write to until it runs: the
-        # storage, and the tensor from outside that it is read through, by the number of the mark.
+        # Memory that the backward pass will read, and the user may write to before it, by the
+        # number of the mark: the storage, and the tensor from outside through which it is read.
         self.reads: list[tuple[Storage | torch.Tensor | int, ExternalTensor | None]] = []
         self.shown: set[int] = set()
         self._marked: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -175,12 +175,12 @@ class StepTrace(Tracing):
         ``storage`` (a CPU tensor itself) through ``tensor``."""
         outside = self.outside.get(id(tensor))
         if outside is not None and outside.get() is not tensor:
-            outside = None  # a view: should the tensor that it is of move, it stays where it was
+            outside = None  # a view, which keeps its memory if its base gets other memory
         key = id(array), id(outside)
         known = self._marked.get(key)
         if known is None:
             marked = checkpoint_name(array, f"{READ}{len(self.reads)}")
-            # The step's own memory by its id: what refers to it at the end, it has left there.
+            # Memory that the step made by its id: the results that show it are known at the end.
             self.reads.append((id(storage) if self.owns(storage) else storage, outside))
             known = self._marked[key] = array, marked
         return known[1]
@@ -237,7 +237,7 @@ class StepTrace(Tracing):
         if not self.owns(storage):
             self._use(storage).written = True
 
-    # In the backward pass of a caller's nothing else must hold than in the forward pass.
+    # The backward program adds no assertions: the forward pass has checked the same indices.
 
     @property
     def assertions(self) -> list[Any] | None:
@@ -272,7 +272,7 @@ class StepTrace(Tracing):
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
         self.host.take_writes()
-        # Writes to an inference tensor aren't counted: each use is one of its own.
+        # Inference tensors have no version counter: each use gets a number of its own.
         version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
         key = id(tensor), version, self.host.uncounted
         known = self.host_arrays.get(key)
@@ -325,7 +325,7 @@ class StepTrace(Tracing):
 
     def _use(self, storage: Storage) -> ExternalStorage:
         captured = self._captured_by_id.get(id(storage))
-        # The id may be that of a temporary that is gone.
+        # An id may have been reused: the storage that had it may be a temporary that is gone.
         if captured is None or captured.storage is not storage:
             captured = self._capture(storage)
         if captured.first_use is None:
@@ -354,13 +354,13 @@ class StepTrace(Tracing):
                 self.frame = frame
             elif self.frame.device_ids != frame.device_ids:
                 external_storages.refuse_other_devices(self.frame, frame, storage)
-        # State that optimizers fill, and their step counts, the trace itself makes outside of it.
+        # Not optimizers' new state and step counts, which the trace makes outside of the program.
         own = fill_value is not None or self.numbers.is_counter(storage.array)
         if storage.version > self._begins and not own:
             external_storages.refuse_made_meanwhile(storage)
         array = storage.array
         if id(array) in self._array_ids and not self.numbers.is_counter(array):
-            # Two storages share this array; as inputs of the program they must be two.
+            # Two storages share this array; as inputs, which may be donated, they must be two.
             with executor.running_at_once(), jax.ensure_compile_time_eval():
                 copied = array.copy() if isinstance(array, AbstractArray) else jnp.copy(array)
                 array = storage.array = copied
@@ -440,14 +440,14 @@ class StepTrace(Tracing):
         for outside in found:
             outside.switch_back()
             outside.count_writes()
-        # Of two that share torch's count, the one that came first knows what it was.
+        # Tensors may share a version counter: undo in reverse, the first has the oldest count.
         for outside in reversed(found):
             outside.forget_writes()
         for outside in found:
             tensor = outside.get()
             if tensor is None or not outside.is_leaf or grad_of(tensor) is outside.grad:
                 continue
-            # The step sets the gradient of what it uses, or has said so (`sets_grad`). That of
-            # another leaf of ours has been set by another thread, which trains another model.
+            # A trace sets gradients of tensors that it uses, or notes (`sets_grad`). Another leaf's
+            # was set by another thread, which trains another model.
             if id(tensor) in self.outside or not isinstance(tensor, TensorMethods):
                 set_grad_of(tensor, outside.grad)

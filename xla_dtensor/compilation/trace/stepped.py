@@ -1,5 +1,4 @@
-"""An optimizer while a step is traced: its groups and its state as they were, and what the step has
-made of them."""
+"""An optimizer's param groups and state before its ``step()`` was traced, and after it."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from xla_dtensor.compilation.trace.hyperparameters import as_input, is_input, sa
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 
-# What is told of each number that Python finds in a param group: (the group's id, the key), and it.
+# Called for each number put into a param group for the trace: ((id of the group, key), the number).
 Planted = Callable[[tuple[int, str], Any], None]
 
 
@@ -46,7 +45,7 @@ class SteppedOptimizer:
         self.groups = [dict(group) for group in optimizer.param_groups]
         self._dicts = list(optimizer.param_groups)
         self._members = [list(group["params"]) for group in self._dicts]
-        # What stands in the groups for the numbers.
+        # The symbolic numbers put into the groups for the trace.
         self._given: list[dict[str, Any]] = [{} for _ in self._dicts]
         self.numbers: list[set[str]] = [set() for _ in self._dicts]
         self.assigned: list[set[str]] = [set() for _ in self._dicts]
@@ -61,7 +60,7 @@ class SteppedOptimizer:
                 if key in given or key == "params":
                     continue
                 if key not in before:
-                    continue  # the next call finds it there, and may do something else
+                    continue  # new in this call: the next one may behave differently
                 if value is not before[key]:
                     self.assigned[index].add(key)
                 elif is_input(key, value):
@@ -180,7 +179,7 @@ class SteppedOptimizer:
         for (p, key), (state, value) in self._entries().items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 continue
-            # What hasn't been there is left there, and found by the next call.
+            # A key that is new is no change: the next call finds it, and traces again.
             before = self._before.get((p, key), (None, value))[1]
             if before is not value and (id(state), key) not in settable:
                 raise DataDependentError(
@@ -196,7 +195,7 @@ def of_one(state: Any) -> bool:
     return isinstance(state, dict)
 
 
-# What is compared member by member, and what a trace sets.
+# Entries of a param group compared apart: params one by one; capturable, which a trace sets.
 _APART = ("params", "capturable")
 
 

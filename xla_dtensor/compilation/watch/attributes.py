@@ -1,4 +1,4 @@
-"""Objects on the walk, by their attributes and by what their classes give them."""
+"""Followers of objects by their attributes, and by the methods that their classes give them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 from xla_dtensor.tensors.subclasses import shown_class
 
 _HEAP_TYPE = 1 << 9
-# Nothing in the code says when an object is thrown away.
+# `__del__` runs when an object is freed: no name in the code shows it.
 _NEVER_CALLED = ASKED_FOR | {"__del__", "__doc__", "__module__"}
-# What runs when an object is made, or a class: nothing in what an object does calls it. (Where the
-# step makes another one of its class, ``type(x)(...)``, the trace sees it running.)
+# Methods that run when an object or a class is made, which the object's other methods don't call.
+# (Where the step makes another object of the class, ``type(x)(...)``, the trace sees them running.)
 _MAKING = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})
 # Methods of schedulers that run behind the program (`trace/schedulers.py`), or aren't called.
 OF_SCHEDULERS = frozenset({"step", "state_dict", "__init__"})
@@ -59,15 +59,15 @@ _LOCK = type(threading.Lock())
 MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 MODULE_OWN = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 _NOT_USERS = MODULE_OWN | OWN_ATTRIBUTES
-# What Python's import leaves in a module: through it one gets to everything.
+# Attributes that Python's import sets in a module: they lead to every other module.
 _OF_IMPORT = frozenset({"__builtins__", "__loader__", "__spec__"})
-# What is only around a function.
+# Wrappers, with the attribute that holds the wrapped function.
 _AROUND = {
     **dict.fromkeys((functools.partial, functools.partialmethod), "func"),
     **dict.fromkeys((staticmethod, classmethod, types.MethodType), "__func__"),
     property: "fget",
 }
-# Of C, with a value that is in no attribute.
+# Immutable classes written in C, whose value is in no attribute: compared by their repr.
 _IMMUTABLE: dict[type, Callable[[Any], str]] = {
     cls: cls.__repr__
     for cls in (
@@ -75,7 +75,7 @@ _IMMUTABLE: dict[type, Callable[[Any], str]] = {
         decimal.Decimal,
     )
 }
-# Classes of Python's whose objects are made of what the user's code says.
+# Python's classes whose objects hold the user's values.
 _USERS_CONTENT = (BaseException, dataclasses.Field)
 
 
@@ -109,7 +109,7 @@ def methods(walk: Walk, cls: type) -> None:
     is_torch_s = issubclass(cls, nn.Module | Optimizer)
     inherited = walk.inherited_names(cls) if is_torch_s else frozenset()
     for base in cls.__mro__:
-        # What another class has in front of torch's code may be called by that.
+        # torch's code may call methods that a subclass overrides, though no user code names them.
         if base in walk.classes and (walk.of_library(base) or inherited.isdisjoint(vars(base))):
             continue
         walk.classes.add(base)
@@ -172,7 +172,7 @@ def is_put(walk: Walk, value: Any) -> bool:
     if cls is types.FunctionType:
         module, own = value.__module__, value.__globals__.get("__name__")
         if "__wrapped__" in vars(value) and not is_installed(own):
-            module = own  # `functools.wraps` has given it that of the one inside
+            module = own  # `functools.wraps` has set the inner function's
         return not is_library(module) and (not walk.skips(module) or walk.has_run(value.__code__))
     if issubclass(cls, type):
         own = vars(value).values() if walk.skips(value.__module__) else ()
@@ -263,7 +263,7 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
     """An object of which no more is known than its class."""
     cls, own, reached = type(value), dict_of(value), walk.reached
     wrapped = (own or {}).get("__wrapped__")
-    if wrapped is not None and walk.of_library(cls):  # lru_cache, a compiled step
+    if wrapped is not None and walk.of_library(cls):  # a wrapper: lru_cache, a compiled step
         reached.note(path, cls)
         if cls is CACHED:
             reached.caches.append((value, path))
@@ -284,7 +284,7 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
         reached.note(path, "object", cls)
         slots(walk, value, path)
     else:
-        # Nothing is known of it but which one it is.
+        # Its parts aren't known: it is compared by identity.
         reached.note(path, "opaque", value)
         if isinstance(value, _LOCK):
             reached.shared.append((value, path))
@@ -302,7 +302,7 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     cls = type(value)
     names = list(filter(walk.names.is_read, own))
     if issubclass(cls, logging.Logger) and "handlers" not in walk.names.attributes:
-        # What only logging calls may count and collect: it logs when the step is traced.
+        # Logging calls run when the step is traced, so handlers count only if the code names them.
         names = [name for name in names if name != "handlers"]
     if issubclass(cls, types.ModuleType):
         names = [n for n in names if n not in _OF_IMPORT or n in walk.names.attributes]
@@ -330,7 +330,7 @@ def only_assigned(walk: Walk, owner: Any, path: str, read: Collection[str]) -> N
         names = [n for n in names if n not in taken]
     if not names:
         return
-    # Not hasattr, which would run a user's __getattr__. A property keeps its value elsewhere.
+    # Not hasattr, which would run a user's __getattr__; a property's value is in another attribute.
     kept_elsewhere = walk.data_descriptors(type(owner))
     present = [n for n in sorted(names) if n in own or n not in kept_elsewhere]
     if present:

@@ -1,5 +1,6 @@
-"""What a step's Python changes outside of it, other than tensors' values: attributes, closure
-cells, lists, modes of modules.
+"""Changes that a step's Python makes outside of it, other than to tensors' values.
+
+Attributes, closure cells, lists, modes of modules.
 
 A program is only valid for what its trace found before the step (`watch.py`). So what the trace
 left there is what every valid call would leave: it is put there again after each run. A tensor of
@@ -55,7 +56,7 @@ class Effect:
     ) -> None:
         self.place, self.argument = place, argument
         self.before, self.after = _different(before, after)
-        # Of a list or a dict with other keys than before, or in another order: all of them.
+        # All keys afterwards, if a list's or dict's keys, or their order, have changed; else None.
         self._keys = None if list(before) == list(after) else list(after)
         if isinstance(place.owner, set):
             self.after, self._keys = after, list(after)
@@ -179,7 +180,7 @@ class PlacesBefore:
         with _no_other_thread():
             now = place.at(key)
             moved = before is not MISSING and now is not before
-            # The number was read with the call's arguments, and `before` a little later.
+            # Another thread may have written after the arguments were read and before `before` was.
             read = present_value(value) if is_number(value) else now
             if moved or not (read is now or _same(read, present_value(now))):
                 self.others.add(place.label(key))
@@ -208,7 +209,7 @@ class PlacesBefore:
         for place, before, argument in self._before:
             now = place.content()
             if not self._planted and _is_untouched(before, now):
-                continue  # most of them
+                continue  # as most places are
             after = self._but_for_planted(place, before, now)
             others = self._of_other_threads(place, before, after)
             self.others |= {place.label(k) for k, old in others.items() if after[k] is not old}
@@ -247,7 +248,7 @@ class PlacesBefore:
             after = place.content()
             others = self._of_other_threads(place, before, after)
             for key, planted in self._planted_in(place).items():
-                if key in others:  # what another thread has made of it stays, as a number
+                if key in others:  # another thread wrote it: its value stays, as a plain number
                     with _no_other_thread():
                         present = place.at(key)
                         own = present is planted
@@ -256,13 +257,13 @@ class PlacesBefore:
             if list(before) != list(after):
                 place.replace(before)
                 continue
-            # Key by key: the others are perhaps another thread's.
+            # Only the changed keys: another thread may have written the others.
             changed = {key: value for key, value in before.items() if after[key] is not value}
             if isinstance(place.owner, set) and changed:
                 place.replace(before)
             elif changed:
                 place.put(changed)
-        self._planted.clear()  # stand-ins for numbers, which end with the trace
+        self._planted.clear()  # symbolic numbers, of use in the trace alone
 
     def _of_other_threads(
         self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
@@ -281,7 +282,7 @@ def _no_other_thread() -> Iterator[None]:
     "replace it if it is still this", and what the other has written in between would be lost."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(10.0)  # seconds
-    time.sleep(0)  # who has waited for the old interval has its turn before
+    time.sleep(0)  # a thread that already waits gets its turn first
     try:
         yield
     finally:

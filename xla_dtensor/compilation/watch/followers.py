@@ -1,5 +1,4 @@
-"""Who knows what objects consist of: the table of kinds that a walk goes by, and the walk as often
-as it takes."""
+"""The table of followers, and the walk repeated until it meets no new name."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import torch
 from xla_dtensor.compilation.objects.carried import parts_of
 from xla_dtensor.compilation.objects.kinds import places_of
 from xla_dtensor.compilation.objects.places import Items
-from xla_dtensor.compilation.objects.settings import Settings, guards_of
+from xla_dtensor.compilation.objects.settings import SettingsPlace, guards_of
 from xla_dtensor.compilation.watch import functions, python_objects, torch_objects
 from xla_dtensor.compilation.watch.attributes import (
     library_class,
@@ -49,7 +48,7 @@ def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
             walk.follow(value, path)
         torch_objects.global_hooks(walk)
         functions.registered(walk)
-        if "__reduce_ex__" in names.attributes:  # how objects are copied and pickled
+        if "__reduce_ex__" in names.attributes:  # copying and pickling use it
             walk.follow(copyreg.dispatch_table, "copyreg.dispatch_table")
         for one in reached.carried:
             _inside(walk, one.read(), one.name)
@@ -58,7 +57,7 @@ def reach(roots: list[tuple[str, Any]], begin: Callable[[], Walk]) -> Reached:
             if names.count() == before:
                 break
     functions.place_globals(walk)
-    if reached.imports:  # as a pair, and no place: what a step imports stays imported
+    if reached.imports:  # compared, but not undone: an import in the step stays
         reached.live.append((functools.partial(map, sys.modules.get), sorted(reached.imports)))
     _settings(walk)
     if names.environment:
@@ -74,7 +73,7 @@ def _settings(walk: Walk) -> None:
     names = walk.names.attributes.union(walk.names.readers, *called)
     for text, read in guards_of(names):
         walk.reached.probe(text, read)
-    walk.place(Settings(names | walk.names.assigned))  # a switch is an attribute
+    walk.place(SettingsPlace(names | walk.names.assigned))  # switches are attributes of `xd.config`
     library_class(walk, torch.Tensor)
 
 
@@ -83,7 +82,7 @@ def _inside(walk: Walk, value: Any, path: str) -> None:
     them, since it is given others in the next call."""
     for name, inner in parts_of(value):
         _inside(walk, inner, f"{path}{name}")
-    if not walk.of_library(type(value)):  # its methods may be called
+    if not walk.of_library(type(value)):  # the step may call its methods
         methods(walk, type(value))
     for place in () if isinstance(value, torch.Tensor) else places_of(value, path):
         walk.place(place)

@@ -1,4 +1,4 @@
-"""Functions and Python modules on the walk: what their code can read by name."""
+"""Followers of functions and Python modules: what their code can read by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xla_dtensor.compilation.watch.torch_objects import OPERATORS
 from xla_dtensor.compilation.watch.walk import Followed, Walk
 
 _PLAIN_DATA = frozenset({list, dict, tuple, set})
-# What a function has besides its code that isn't in its ``__dict__``.
+# Attributes of a function that aren't in its ``__dict__``.
 _OF_FUNCTIONS = ("__doc__", "__name__", "__qualname__", "__module__", "__annotations__")
 
 
@@ -33,10 +33,10 @@ def of_function(walk: Walk, function: types.FunctionType, path: str) -> None:
     walk.reached.codes.add(code)
     walk.reached.note(path, "function", code)
     module = function.__globals__.get("__name__")
-    # Of our own hooks that is all: what they depend on has guards of its own. But an optimizer's
-    # step, which one is around, is the user's.
+    # Of the package's hooks only the code counts: what they depend on has guards of its own. But
+    # an optimizer's step, which such a hook wraps, is the user's.
     if walk.ran is not None and code not in walk.ran and not is_library(module):
-        # The trace would have run it: of what it isn't called for nothing else can be read.
+        # The trace never ran this function, so only its attributes can have been read.
         _as_object(walk, function, path)
     elif module is None or not module.startswith("xla_dtensor."):
         if walk.skips(module) and not walk.has_run(code):
@@ -72,7 +72,7 @@ def _users_code(walk: Walk, function: types.FunctionType, module: str | None, pa
         known |= {name for name in namespace if not name.startswith("__")}
     is_first = id(namespace) not in walk.stored
     walk.stored.setdefault(id(namespace), set()).update(names.stored)
-    if is_first:  # once a round: by then earlier ones have said which names matter
+    if is_first:  # once a round, with the names that earlier rounds have found
         _globals(walk, namespace, known, named)
     for name in names.modules:
         walk.imported(name)
@@ -103,7 +103,7 @@ def _globals(
     taken = walk.taken(Entries(namespace, (), "", guarded=False), sorted(names))
     for name in sorted((names & namespace.keys()) - taken):
         value = namespace[name]
-        if reader(value) == name:  # where it is called, its code says with what
+        if reader(value) == name:  # the code around its call says what it reads
             walk.reached.note(name, "opaque", value)
         elif name in named:
             walk.follow(value, name)
@@ -125,7 +125,7 @@ def place_globals(walk: Walk) -> None:
             if keys or guarded:
                 walk.place(Entries(namespace, sorted(keys), "", guarded))
         builtin |= names & vars(builtins).keys() - namespace.keys()
-    if builtin:  # somebody may put another function into it
+    if builtin:  # a user may replace a builtin
         place = Entries(vars(builtins), sorted(builtin), "builtins", grows=False)
         walk.reached.live += place.live()[1]
         for name, value in place.content().items():
@@ -134,14 +134,14 @@ def place_globals(walk: Walk) -> None:
 
 def of_python_module(walk: Walk, module: types.ModuleType, path: str) -> None:
     """What the code names of it."""
-    if not walk.of_library(type(module)):  # ``module.__class__ = Config``, with properties
+    if not walk.of_library(type(module)):  # ``module.__class__ = Config``, which has properties
         walk.reached.note(f"{path}'s class", "class", type(module))
         methods(walk, type(module))
     walk.reached.typed.append(module)
     if not (is_library(module.__name__) or walk.skips(module.__name__)):
         attributes(walk, module, vars(module), path)
         return
-    own = vars(module)  # somebody may put another function into it
+    own = vars(module)  # a user may replace a function in it
     names = sorted(walk.names.attributes & own.keys())
     walk.place(Entries(own, names, path))
     for name in names:
@@ -166,7 +166,7 @@ def registered(walk: Walk) -> None:
     """What torch calls for code that names one of its functions."""
     for registry in REGISTRIES:
         if walk.names.calls(*registry.named) or registry.named & walk.names.attributes:
-            walk.reached.live.append((dict.values, registry.table))  # another may be put there
+            walk.reached.live.append((dict.values, registry.table))  # more may be registered
             for path, function in registry.functions():
                 walk.follow(function, path)
 

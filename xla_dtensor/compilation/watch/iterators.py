@@ -1,4 +1,4 @@
-"""Iterators that a step mustn't take from."""
+"""Refuses steps that take elements from iterators outside of them, or write to NumPy arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names in all code that a walk has met."""
+"""The names in all code that a walk has visited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_dtensor.compilation.code.names import Names
 from xla_dtensor.compilation.objects.readers import names_of_reader
 from xla_dtensor.tensors.base import CLASS_OF_TENSOR
 
-# Methods that torch and Python call under no name in the user's code.
+# Methods that torch and Python call although the user's code doesn't name them.
 _CALLED_BY_TORCH = {"forward", "backward", "setup_context", "jvp", "training", "__wrapped__"}
 
 

@@ -1,5 +1,4 @@
-"""Python's own objects on the walk: containers, what is around another object, and what only calls
-tell (files in memory, events, random generators, what a thread has of its own)."""
+"""Followers of Python's own objects: containers, wrappers, and objects read by calling them."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from xla_dtensor.compilation.objects.settings import of_decimal
 from xla_dtensor.compilation.watch.attributes import methods, of_object, own_parts
 from xla_dtensor.compilation.watch.walk import Followed, Follower, Walk
 
-# Of content beyond this the length is compared, and as many as SAMPLES: vocabularies, data sets.
+# Of larger containers (vocabularies, data sets) the length and SAMPLES elements are compared.
 MANY, SAMPLES = 10_000, 256
 MANY_BY_CHANCE = 1_000
 
@@ -165,7 +164,7 @@ def of_cached_property(walk: Walk, value: functools.cached_property[Any], path: 
 
 def of_getter(walk: Walk, getter: Any, path: str) -> None:
     """``operator.attrgetter("a.b")``: the names in it; what a method is called with."""
-    how, given = getter.__reduce__()  # with keywords a `partial`, and what else it is given
+    how, given = getter.__reduce__()  # with keyword arguments `how` is a `partial`
     names = [one for one in (*getattr(how, "args", ()), *given) if type(one) is str]
     walk.names.attributes.update(*(re.findall(r"\w+", name) for name in names))
     walk.follow(how, path)
@@ -183,7 +182,7 @@ def of_reference(walk: Walk, reference: weakref.ref[Any], path: str) -> None:
     users_own(walk, reference, path)
 
 
-# How much of them there is says whether a step has put, taken, acquired or released.
+# Their amount tells whether a step has put, taken, acquired or released something.
 _SHARED = (threading.Semaphore, queue.Queue, queue.SimpleQueue)
 _OF_THREADS = (threading.Thread, threading.Condition, threading.Barrier)
 _RANDOM_SOURCES = (random.Random, np.random.Generator, np.random.RandomState)
@@ -216,7 +215,7 @@ def of_event(walk: Walk, event: threading.Event, path: str) -> None:
         walk.reached.note(f"{path}.is_set()", "value", event.is_set())
     if not names.isdisjoint({"set", "clear"}):
         walk.place(flag)
-    elif flag.guarded:  # other threads set it
+    elif flag.guarded:  # the step reads it, and other threads may set it
         walk.reached.live += flag.live()[1]
     users_own(walk, event, path)
 
@@ -278,7 +277,7 @@ def _digest(made: Any) -> bytes:
     return bytes(made.digest(32) if made.name.startswith("shake") else made.digest())
 
 
-# Objects of C that hold more than attributes, and what tells it.
+# Objects of C with state that is in no attribute, and the function that reads it.
 _TOLD: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (decimal.Context, of_decimal),
     (tuple({type(hashlib.new(name)) for name in hashlib.algorithms_guaranteed}), _digest),
@@ -310,7 +309,7 @@ def of_shared(walk: Walk, value: Any, path: str) -> None:
     users_own(walk, value, path)
 
 
-# A ``multiprocessing.Value`` is around one.
+# The base of ctypes' numbers; a ``multiprocessing.Value`` wraps one.
 _OF_CTYPES = ctypes.c_int.__mro__[-2]
 
 KINDS = (
@@ -336,7 +335,7 @@ KINDS = (
     Followed((list, tuple, set, frozenset, deque), None, of_sequence),
     Followed((types.GeneratorType, *ITERATORS), "opaque", of_iterator),
     Followed(_SHARED, "opaque", of_shared),
-    # What is in those itself belongs to all threads, and changes at any time.
+    # Only the user's attributes: threads share the objects' own state and change it any time.
     Followed(_OF_THREADS, "opaque", users_own),
     Followed(threading.Event, "object", of_event),
     Followed((io.StringIO, io.BytesIO), "object", of_text),

@@ -1,4 +1,4 @@
-"""What a walk has reached: all that is compared before a call, or looked at after a trace."""
+"""What a walk has reached: what is compared before a call, and what is checked after a trace."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Reached:
 
     def note(self, path: str, kind: Any, value: Any = None) -> None:
         """Something was come by (`Found`)."""
-        # Two closures may both have a cell called "model".
+        # Paths need not be unique: two closures may both have a cell called "model".
         count = self._used_paths[path] = self._used_paths.get(path, 0) + 1
         self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
 

@@ -1,4 +1,4 @@
-"""torch's objects on the walk: modules, tensors, operators, optimizers."""
+"""Followers of torch's objects: modules, tensors, operators, optimizers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HOOK_FLAGS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks_with_kwargs",
 )
-# What only code that saves or loads a module's state reads.
+# Hooks that only code which saves or loads a module's state reads.
 _SAVING = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _LOADING = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -53,11 +53,11 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     """Its parameters, buffers, submodules and hooks, and what the user has added."""
     cls, own, reached = type(module), module.__dict__, walk.reached
     reached.typed.append(module)
-    # ``Sequential.pop()`` gives the module another dict of submodules, a pickle all of them.
+    # The dicts themselves: ``Sequential.pop()`` replaces that of submodules, unpickling all.
     reached.live.append((operator.itemgetter(*MODULE_PARTS, *_HOOKS), own))
     for part in MODULE_PARTS:
         inner = own.get(part)
-        if inner is not None:  # empty ones are filled, too: a `ModuleList` of adapters
+        if inner is not None:  # an empty one may be filled: a `ModuleList` of adapters
             place = Items(inner, path)
             walk.place(place)
             place.carried = walk.taken(place, inner)
@@ -84,7 +84,7 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
         slots(walk, module, path)
     only_assigned(walk, module, path, names)
     walk.read(Entries(own, names, path), but_for=_HOOKS)
-    if isinstance(module, dict):  # a class of the user's that is both
+    if isinstance(module, dict):  # a user's class may be both
         of_dict(walk, module, path)
     methods(walk, cls)
 
@@ -151,7 +151,7 @@ def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
     if users:
         methods(walk, type(tensor))
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        # Which hooks there are the step's guards know; here it is what they read.
+        # The guards compare which hooks there are; here is what the hooks' code reads.
         hooks = getattr(tensor, name, None)
         for number, hook in enumerate(hooks.values() if hooks else ()):
             walk.follow(hook, f"{path}.{name}[{number}]")
@@ -178,8 +178,8 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
     _hooks(walk, optimizer, path)
     reached.optimizers[id(optimizer)] = optimizer
     if not walk.of_library(type(optimizer)):
-        # Numbers and lists that its step counts up and replaces. The tensors are looked at when
-        # it is known that it steps.
+        # Numbers and lists that a user's optimizer counts up and replaces. Its tensors are
+        # followed once it is known to step.
         whole = optimizer.state
         places = [(f"{path}.state[{i}]", s) for i, s in enumerate(whole.values()) if of_one(s)]
         for where, state in ((f"{path}.state", whole), *places):
@@ -193,7 +193,7 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
     walk.place(Elements(optimizer.param_groups, f"{path}.param_groups"))
     for i, group in enumerate(optimizer.param_groups):
         where = f"{path}.param_groups[{i}]"
-        # Numbers that the step finds as inputs needn't be the same in each call.
+        # Not numbers that are inputs: they may differ from call to call.
         read = [
             key
             for key, value in group.items()
@@ -201,7 +201,7 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
         ]
         compared = ["params", *(key for key in read if key != "params")]
         walk.read(Entries(group, compared, where))
-        # Those that the code names and aren't there it may put there.
+        # Keys that the code names and the group lacks: the step may add them.
         others = [key for key in {*group, *names.attributes} if key not in compared]
         walk.place(Entries(group, others, where, guarded=False))
         reached.settings |= {(id(group), key) for key in (*compared, *others)}
@@ -210,7 +210,7 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
 def _hooks(walk: Walk, optimizer: Optimizer, path: str) -> None:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         hooks = getattr(optimizer, name, None)
-        if hooks is not None:  # a wrapper that is an optimizer in name only
+        if hooks is not None:  # a wrapper that never called Optimizer's __init__
             walk.hooks(hooks, f"{path}.{name}")
 
 
@@ -223,7 +223,7 @@ def of_stepped(walk: Walk, stepped: SteppedOptimizer, path: str) -> None:
     walk.place(Elements(groups, f"{path}.param_groups"))
     carried = {one.where() for one in walk.reached.carried}
     for i, group in enumerate(groups):
-        # What the step's code assigns or takes along is looked at where that is found.
+        # Not entries that are inputs, or that the step's code assigns: others look at those.
         inputs = {key for key in group if (id(group), key) in carried}
         if i < len(stepped.numbers):
             inputs |= stepped.numbers[i] | stepped.assigned[i]

@@ -122,7 +122,7 @@ class Walk:
         self.by_chance = False
 
     def _kind(self, value: Any) -> Followed:
-        key = type(value), getattr(value, "__class__", None)  # what ``isinstance`` goes by
+        key = type(value), getattr(value, "__class__", None)  # `isinstance` asks for both
         found = self._by_class.get(key)
         if found is None:
             kinds = self._followers.of_kinds
@@ -195,7 +195,7 @@ class Walk:
             for name in names:
                 self.imported(name, last=True)
             return
-        self.reached.imports.update(names)  # to follow all takes minutes
+        self.reached.imports.update(names)  # only compared: following all of them takes minutes
         for name in names:
             self.reached.note(name, "opaque", sys.modules.get(name))
 

@@ -159,7 +159,7 @@ class Watch:
     def unchanged(self, changed: Set[tuple[int, Any]]) -> frozenset[str]:
         """The names in messages of the attributes that the step's code assigns somewhere and never
         reads, but for those that a trace has ``changed`` (container, key)."""
-        apart = changed | self.reached.settings  # which have guards of their own
+        apart = changed | self.reached.settings  # settings have guards of their own
         return frozenset(
             place.label(key)
             for place in self._only_assigned()
@@ -197,7 +197,7 @@ class Watch:
         """Prepare the loop in C."""
         reached = self.reached
         self._iterables: list[Any] = []
-        asked: dict[int, tuple[Any, list[Any]]] = {}  # functions, and what each is asked of
+        asked: dict[int, tuple[Any, list[Any]]] = {}  # each getter, and the objects to call it with
         all_pairs, self._mappings = list(reached.live), list(reached.large)
         self._typed, self._arrays, self._probes = reached.typed, reached.arrays, reached.probes
         self._empty: list[Any] = []
@@ -218,7 +218,7 @@ class Watch:
         for function, owner in all_pairs:
             if type(function) in _GETTERS:
                 asked.setdefault(id(function), (function, []))[1].append(owner)
-            else:  # however many values it gives
+            else:  # gives any number of values: its end is marked
                 apart += [(function, [owner]), (operator.itemgetter(0, 0), [_END])]
         self._asked = [*asked.values(), *apart]
         owners = (place.owner for place in reached.places)
@@ -259,13 +259,13 @@ class Watch:
                     )
                     or self._grew_aside()
                 )
-                # Of most steps there are none of these three: no generator is made for nothing.
+                # Most steps have none of these three; making no generator for them saves time.
                 and (not self._arrays or all(content_of(a) == c for a, c in self._arrays))
                 and (not self._probes or all(probe() is c for probe, c in self._probes))
                 and (not self._cached or self.forgotten() is None)
             )
         except (LookupError, AttributeError, ValueError, RuntimeError):
-            return False  # something is gone, or another thread is at it
+            return False  # something is gone, or another thread changes it just now
 
     def _grew_aside(self) -> bool:
         """Whether of all that is looked at only modules' globals are more or fewer, and by no name
@@ -289,10 +289,10 @@ class Watch:
         namespace = names.namespaces.get(id(mapping))
         if namespace is None or names.any_global or names.others_globals:
             return False
-        if any(each is mapping for each in self.reached.large):  # as a dict, by samples
+        if any(each is mapping for each in self.reached.large):  # compared by samples
             return False
         read = set(namespace[1])
-        # Also the attributes of an object: a module's, or whose ``__dict__`` it was made.
+        # The mapping may be an object's ``__dict__`` (a module's, say): then attributes count.
         if any(own is mapping for own in self._kept[: len(self._typed)]):
             if names.reads is None:
                 return False
@@ -302,10 +302,10 @@ class Watch:
                 continue
             if not isinstance(place, Chosen):
                 return False
-            if place.guarded:  # of others nothing is compared
+            if place.guarded:  # others aren't compared
                 read.difference_update(place.keys)
         read.difference_update(c.key for c in self.reached.carried if c.place.owner is mapping)
-        # The guarded names that were there are compared by identity; these weren't.
+        # What is left weren't names of the mapping before: whether it has one now.
         return read.isdisjoint(mapping)
 
     def differences(self, other: Watch) -> list[tuple[Found | None, Found | None]]:

@@ -1,6 +1,6 @@
-"""Lightning's ``Trainer(accelerator="xla")`` and ``Fabric(accelerator="xla")``, and
-``Trainer(strategy="xla_fully_shard")``, for both of its packages (``lightning``,
-``pytorch_lightning``).
+"""Lightning's ``Trainer(accelerator="xla")``, and its ``strategy="xla_fully_shard"``.
+
+For both of its packages (``lightning``, ``pytorch_lightning``), also ``Fabric(accelerator="xla")``.
 
 Lightning starts a process per device. Here one process has them all: to Lightning it is alone, and
 the mesh is what the strategy lays batches and parameters out on. What isn't our own, by name, is

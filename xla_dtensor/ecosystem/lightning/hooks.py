@@ -1,4 +1,4 @@
-"""Where Lightning is told of them: its registries, and what it decides by names of devices."""
+"""Registers the accelerator and the strategy with Lightning, and patches its checks of devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints as they would be without xla tensors, so that they can be read where there are
-none."""
+"""Converts Lightning's checkpoints to plain CPU tensors, to be read without xla devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole step of torchtitan's trainer as one program, where the user asks for it.
+"""Compiles the whole step of torchtitan's trainer as one program, where the user asks for it.
 
 The trainer computes forward and backward in one call (``fwd_bwd_fn``), then clips and updates. With
 ``xd.config.torchtitan_step = "whole"`` that call does all of it, and what the trainer then asks for

@@ -1,4 +1,4 @@
-"""torchtitan on xla meshes: what its own code needs beyond what torch's needs.
+"""torchtitan on xla meshes: hooks into its trainer, models and losses.
 
 Nothing of torchtitan is copied or changed on disk. It is hooked when it is imported, and does for
 other devices what it did. Read and checked in torchtitan 0.3.0 and 0.2.2. docs/torchtitan.md says

@@ -1,4 +1,4 @@
-"""What torch is told when torchvision is imported: `nms_static`, and autocast.
+"""Definitions that torch gets when torchvision is imported: `nms_static`, and autocast.
 
 Loads no JAX.
 """

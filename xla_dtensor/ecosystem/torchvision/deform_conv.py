@@ -1,4 +1,4 @@
-"""``deform_conv2d``: a convolution whose kernel reads at places that another tensor says.
+"""``deform_conv2d``: a convolution whose kernel reads at offsets given by another tensor.
 
 What the kernel reads is a matrix of columns, as in an ordinary convolution's im2col; a place
 between pixels reads four of them, and 0 outside of the image. The gradients are JAX's, of the same

@@ -1,4 +1,4 @@
-"""``nms``: which boxes are kept, where others of a higher score overlap them.
+"""``nms``: non-maximum suppression of overlapping boxes, by score.
 
 Their number depends on values, so torchvision's kernel for the CPU computes it, as torch's do for
 ``nonzero``, and compiled steps are told of `nms_static`. That one takes the best box that is left
@@ -16,7 +16,7 @@ from jax import lax
 
 from xla_dtensor.lowering.ops.shape import sort
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.movement.host_ops import on_host, say_instead
+from xla_dtensor.movement.data_dependent import on_host, say_instead
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call

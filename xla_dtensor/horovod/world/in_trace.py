@@ -1,4 +1,4 @@
-"""Whether the caller is in the trace of a compiled step, and still in the same one as before."""
+"""Whether a caller is in the trace of a compiled step, and whether it is the same as before."""
 
 from __future__ import annotations
 

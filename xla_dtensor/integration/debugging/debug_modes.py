@@ -1,6 +1,7 @@
-"""torch's modes that watch DTensors: ``CommDebugMode``, ``DebugMode`` and
-``ExplicitRedistributionContext``. They look for ``DTensor`` itself, and for what its dispatch does
-underneath, of which there is nothing here.
+"""torch's modes that watch DTensors: ``CommDebugMode``, ``DebugMode``, explicit redistribution.
+
+They look for ``DTensor`` itself, and for what its dispatch does underneath, of which there is
+nothing here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""torch's tools for tensors on a mesh: tables of shards, seeds, ``assert_close``, and what
-``torch.compile`` says."""
+"""torch's tools for tensors on a mesh: tables of shards, seeds, ``assert_close``, messages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``torch.accelerator`` and ``torch.Event`` for "xla": C++ has no way to ask a device that is
-written in Python for its memory, its streams, or to wait for it. ``torch.xla`` has the answers."""
+"""``torch.accelerator`` and ``torch.Event`` for "xla", whose answers ``torch.xla`` has.
+
+C++ has no way to ask a device that is written in Python for its memory or its streams, or to wait
+for it.
+"""
 
 from __future__ import annotations
 

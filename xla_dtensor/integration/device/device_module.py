@@ -1,5 +1,7 @@
-"""``torch.xla``: what torch asks of a device's module. The process's devices are one to torch,
-``xla:0``."""
+"""``torch.xla``: the functions that torch calls of a device's module.
+
+The process's devices are one to torch, ``xla:0``.
+"""
 
 from __future__ import annotations
 

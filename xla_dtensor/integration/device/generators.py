@@ -1,4 +1,4 @@
-"""``torch.Generator(device="xla")``: C++ has no way to ask a device written in Python for one."""
+"""``torch.Generator(device="xla")``: a class in place of torch's, whose C++ can't make ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``context_parallel`` on xla meshes: causal attention over positions that were dealt out.
+"""``context_parallel`` on xla meshes: causal attention over permuted sequence positions.
 
 torch's context manager, or its module hooks, hand attention what the devices have as DTensors that
 are sharded along the sequence. XLA attends to the whole sequence as it does in any layout, so

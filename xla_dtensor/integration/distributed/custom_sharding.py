@@ -1,4 +1,4 @@
-"""``torch.distributed.tensor.experimental.register_sharding`` reaches xla meshes.
+"""Passes ``torch.distributed.tensor.experimental.register_sharding`` on to our rules.
 
 torch wraps the user's function in a strategy of its own and gives it to its sharding propagator.
 That is where it is seen here, also if torch's decorator was imported, or used, before this package.

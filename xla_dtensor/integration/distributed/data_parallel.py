@@ -1,5 +1,6 @@
-"""torch's wrappers for data parallelism, where the mesh or the module is xla's: `fully_shard`,
-`replicate` and ``DistributedDataParallel``. They ask for a process group, which there is none.
+"""torch's `fully_shard`, `replicate` and ``DistributedDataParallel``, for xla meshes and modules.
+
+torch's own ask for a process group, which there is none.
 """
 
 from __future__ import annotations

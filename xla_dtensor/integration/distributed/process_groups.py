@@ -1,4 +1,4 @@
-"""``torch.distributed`` with xla tensors and groups: one process, which has no process group.
+"""``torch.distributed`` on xla tensors and groups, in one process without a process group.
 
 ``init_process_group("xla")`` makes all devices the default group. Its collectives take per-device
 tensors and ``mesh.get_group(dim)``. What would be another number on each device raises, as it does

@@ -1,4 +1,4 @@
-"""Lazy modules on "xla" (``nn.LazyLinear``): parameters whose shape the first batch tells.
+"""Lazy modules on "xla" (``nn.LazyLinear``): parameters whose shape the first batch gives.
 
 Until then torch keeps an empty tensor on the device that it is going to be on. A tensor of another
 type can't become one of ours in place, so theirs stays on the CPU with a mark, and is swapped for

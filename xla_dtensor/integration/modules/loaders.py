@@ -1,5 +1,8 @@
-"""``DataLoader`` with workers: each is a fork, of which JAX warns that it will likely deadlock. It
-doesn't where the worker leaves xla tensors alone, and where it doesn't ours raise (`forked`)."""
+"""``DataLoader`` workers: starts them without JAX's warning that a fork may deadlock.
+
+A worker is a fork, of which JAX warns that it will likely deadlock. It doesn't where the worker
+leaves xla tensors alone, and where it doesn't ours raise (`forked`).
+"""
 
 from __future__ import annotations
 

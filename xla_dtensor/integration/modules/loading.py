@@ -1,5 +1,4 @@
-"""``torch.load``: ``weights_only=True``, the default, rebuilds our tensors and meshes, and
-``map_location`` moves them, and others to "xla".
+"""``torch.load`` of xla tensors and meshes: ``weights_only=True``, and ``map_location``.
 
 torch moves storages. An xla tensor has none that C++ could fill: those that are to be on "xla" stay
 on the CPU while the file is read, and the tensors made of them are moved, those of one storage as

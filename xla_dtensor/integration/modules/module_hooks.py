@@ -1,4 +1,4 @@
-"""``module.to("xla")`` and back keep parameters what they are: shared, and known to optimizers.
+"""``module.to("xla")`` and back: parameters stay the same objects, shared and in optimizers.
 
 torch puts another value into the same ``nn.Parameter`` where the types of tensors allow that, as
 from the CPU to CUDA. From a plain tensor to ours they don't; it then makes new parameters, one for

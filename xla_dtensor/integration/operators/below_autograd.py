@@ -1,4 +1,4 @@
-"""Composites where autograd's kernels aren't asked: in inference mode and below other kernels.
+"""Kernels of composites in inference mode and below other kernels, where autograd isn't reached.
 
 They reach the dispatcher as they were called, and get there what `composites` gives them above.
 """

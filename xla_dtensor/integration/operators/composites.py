@@ -1,4 +1,4 @@
-"""Kernels that keep ``linear``, attention and other composites of torch's whole for XLA.
+"""Kernels that keep composites of torch's (``linear``, attention) whole for XLA.
 
 torch takes ``linear`` and attention apart before a backend sees them: batch dims are flattened into
 one, grouped heads are copied, the scores go through a batched matmul. Each of those reshapes hides

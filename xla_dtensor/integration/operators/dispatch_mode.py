@@ -1,4 +1,4 @@
-"""Help for torch versions that don't call ``XLAShardedTensor.__torch_dispatch__`` by themselves."""
+"""A dispatch mode for torch versions that don't call ``XLAShardedTensor.__torch_dispatch__``."""
 
 from __future__ import annotations
 

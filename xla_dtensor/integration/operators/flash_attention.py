@@ -1,4 +1,4 @@
-"""Attention over long sequences without materialising the scores: operations, and their autograd.
+"""Attention over long sequences without storing the scores: operations, and their autograd.
 
 Operations of their own: unlike ``scaled_dot_product_attention`` they give what the backward pass
 needs in place of the probabilities, the logs of the rows' sums and, with dropout, its seed.

@@ -1,4 +1,4 @@
-"""Tells traces when ``torch.utils.checkpoint`` (non-reentrant) recomputes a block."""
+"""Notifies traces when ``torch.utils.checkpoint`` (non-reentrant) recomputes a block."""
 
 from __future__ import annotations
 

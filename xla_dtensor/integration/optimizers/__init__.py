@@ -1,1 +1,1 @@
-"""Optimizers' steps as one launch."""
+"""Optimizers' steps on xla tensors: each is one launch."""

@@ -1,4 +1,4 @@
-"""``optimizer.load_state_dict`` of whole tensors, for parameters that lie in parts.
+"""``optimizer.load_state_dict`` of whole tensors into the state of sharded parameters.
 
 Files of libraries have an optimizer's state whole, and on the CPU. torch moves each tensor to the
 device of its parameter, which would be one device: the numbers are right, and every moment takes

@@ -1,4 +1,4 @@
-"""torch's optimizers on xla tensors: a step is one launch, and happens as a whole or not at all.
+"""torch's optimizers on xla tensors: a step is one launch, complete or without effect.
 
 With ``foreach`` (the default) or ``fused=True`` an optimizer's ``step`` hands its lists of tensors
 to a function like ``torch.optim.adam._multi_tensor_adam``. The operations in these, of all groups,

@@ -1,1 +1,1 @@
-"""How something of torch's or of a library's is replaced by our own, and who has called it."""
+"""Replaces functions of torch and other libraries by ours, and recognises their callers."""

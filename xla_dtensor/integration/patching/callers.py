@@ -1,4 +1,4 @@
-"""Who asks ``torch.distributed`` for ranks about processes, and who about devices: by the caller.
+"""Decides by the calling module whether ``get_rank()`` asks about processes or devices.
 
 ``is_initialized`` and ``get_rank`` are asked about processes and about devices. Elsewhere those are
 the same; here one process drives many devices, and what is meant shows from who asks.

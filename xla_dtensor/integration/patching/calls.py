@@ -1,4 +1,4 @@
-"""Operations called by our autograd functions, and where torch takes composites apart instead."""
+"""Calls operations from our autograd functions, and tells where torch decomposes composites."""
 
 from __future__ import annotations
 

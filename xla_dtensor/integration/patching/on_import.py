@@ -1,4 +1,4 @@
-"""Runs callbacks on modules of torch's when these are imported: doing so for that takes long."""
+"""Runs a callback when a module is imported, so that hooking it doesn't import it early."""
 
 from __future__ import annotations
 

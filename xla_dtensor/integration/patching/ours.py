@@ -1,5 +1,7 @@
-"""Whether something is a tensor of ours, for hooks that are there before the first one: the classes
-wait for it, and with them JAX."""
+"""Whether an object is a tensor of ours, without importing the tensor classes and JAX.
+
+Hooks ask it that are there before the first such tensor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces the code of torch's functions in place, for xla meshes, also where they are imported.
+"""Replaces the code of torch's functions in place, so that earlier imports see it, too.
 
 Replacing a name in torch's modules reaches nobody who has imported it already (``from
 torch.distributed.fsdp import fully_shard`` above ``import xla_dtensor``). So the function object

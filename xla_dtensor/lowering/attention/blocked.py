@@ -138,7 +138,8 @@ class Blocks:
             i, j, starts = pair[0], pair[1], pair[2] != 0
             if not hidden_later:
                 return body(carry, i, j, starts), None
-            # Hidden by whose shard it is. The first of a line has to begin it.
+            # Skip blocks that the causal mask hides from this shard's rows. The first block of a
+            # row always runs, as it initialises the carry.
             seen = starts | (j * self.columns < self.first + (i + 1) * self.rows)
             return lax.cond(seen, lambda c: body(c, i, j, starts), lambda c: c, carry), None
 

@@ -20,7 +20,7 @@ from xla_dtensor.lowering.registry import lowers
 
 
 def _keep(
-    seed: jax.Array, p: Any, at: context.Place, index: int, query: jax.Array, heads: int
+    seed: jax.Array, p: Any, at: context.Target, index: int, query: jax.Array, heads: int
 ) -> Callable[[Any, Any], jax.Array]:
     """Makes the function that gives a block's dropout factors.
 

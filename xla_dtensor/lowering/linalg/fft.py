@@ -1,4 +1,4 @@
-"""Fourier transforms, dim by dim: XLA's own take three dims at most.
+"""Fourier transforms, dim by dim: XLA's own operation takes three dims at most.
 
 One is an equation of its own until it is lowered, so that layouts over a step keep its dim whole
 (`layouts/factors.py`): XLA ends the process where that is short and sharded. Lowered, it has its

@@ -67,7 +67,7 @@ def _named(
         # The kernel multiplies as precisely as products do by default, half precision in one pass.
         narrow = x.dtype != np.float32 or precision is jax.lax.Precision.DEFAULT
         with (
-            # There is no third one.
+            # The kernel knows only these two precisions.
             jax.default_matmul_precision("default" if narrow else "highest"),
             # Its own numbers are int32, which they aren't where 64-bit types are on.
             jax.enable_x64(False),

@@ -1,4 +1,4 @@
-"""A recurrent layer's steps, one way, as a loop: a program of one size, however many steps.
+"""A recurrent layer's time steps in one direction, as a loop: one program for any length.
 
 What needs no former step is left outside: the products of the inputs, before, and those that
 give the weights' gradients, after, are one product each of all steps (Appleyard et al., "Optimizing

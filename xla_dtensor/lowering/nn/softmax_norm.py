@@ -1,5 +1,7 @@
-"""Softmax and the normalisation layers, forward and backward. Half-precision inputs are
-computed, and saved statistics kept, in float32."""
+"""Softmax and the normalisation layers, forward and backward.
+
+Half-precision inputs are computed, and saved statistics kept, in float32.
+"""
 
 from __future__ import annotations
 

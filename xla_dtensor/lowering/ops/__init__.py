@@ -1,1 +1,1 @@
-"""What tensors are made, moved and computed with, element by element."""
+"""Creation, elementwise, indexing, view, random and reduction operations."""

@@ -1,5 +1,7 @@
-"""Histograms. An element is counted by comparing its bin with every bin's number, which needs no
-scatter."""
+"""Histograms: an element is counted by comparing its bin with every bin's number.
+
+That needs no scatter.
+"""
 
 from __future__ import annotations
 

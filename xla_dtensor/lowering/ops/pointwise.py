@@ -1,5 +1,4 @@
-"""Elementwise math: arithmetic, comparison, logic, special functions. Activations have their
-own file."""
+"""Elementwise math: arithmetic, comparison, logic. Activations have their own file."""
 
 from __future__ import annotations
 

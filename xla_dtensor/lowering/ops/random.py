@@ -1,5 +1,7 @@
-"""Random numbers. Each lowering takes a JAX key first; with JAX's default (partitionable)
-generator a value depends on the key and its logical position alone, never on the sharding.
+"""Random numbers; each lowering takes a JAX key first.
+
+With JAX's default (partitionable) generator a value depends on the key and its logical position
+alone, never on the sharding.
 
 Numbers are torch's in distribution, not in value: torch's generators are sequential per device.
 """

@@ -1,4 +1,4 @@
-"""Sums, products and quotients as they are rounded one by one, whatever is computed around them.
+"""Sums, products and quotients that XLA can't rearrange, so that each is rounded as in torch.
 
 XLA rearranges what it sees through: it divides by multiplying with the reciprocal, by a product
 where torch divides twice, adds up two numbers that are added one after the other, so that ``x + c -

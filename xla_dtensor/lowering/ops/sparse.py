@@ -1,4 +1,4 @@
-"""What makes tensors of sparse layouts, which XLA doesn't have: it raises."""
+"""Creation of sparse tensors, which XLA doesn't have: it raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts from the front of dims, hidden from XLA's partitioner where it would mix them up."""
+"""Slices from the front of dims, hidden from XLA's partitioner where it computes them wrong."""
 
 from __future__ import annotations
 

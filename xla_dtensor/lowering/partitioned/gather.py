@@ -1,4 +1,4 @@
-"""Reading at positions along several dims, so that XLA's partitioner does it rightly."""
+"""Gathers along several dims, in the form that XLA partitions right."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_dtensor.lowering.context import Place, at, here
+from xla_dtensor.lowering.context import Target, at, here
 from xla_dtensor.lowering.partitioned.padding import padded
 from xla_dtensor.lowering.partitioned.strided import spread, strided_slice
 
@@ -60,7 +60,7 @@ def scan(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
 def _written_out(
     *arrays: jax.Array, combine: Combine, axis: int, platform: str, devices: int
 ) -> Arrays:
-    with at(Place(platform, devices=devices)):
+    with at(Target(platform, devices=devices)):
         return _prefixes(combine, arrays, axis)
 
 

@@ -1,4 +1,4 @@
-"""Attention: batch, heads and query positions may be sharded; key positions are whole.
+"""Attention rules: batch, heads and query positions may be sharded; key positions are whole.
 
 Written as tables of slots: which dims of which tensor one mesh dim shards together.
 """
@@ -135,8 +135,8 @@ def attention_backward(call: Call) -> Merged:
 def own_attention_backward(call: Call) -> Merged:
     """as attention, in its output's layout; a sharded query makes the keys' and values' gradients
     sums"""
-    # There is all that it has kept: the gradient comes there, whatever way it takes. Weighed with
-    # the rest it would outweigh that, as it is a sum still, often.
+    # The saved output fixes the layout: the gradient is moved there. Priced like the other inputs
+    # it would decide alone, because it is often Partial.
     kept = call.args.get("out")
     place = kept if isinstance(kept, TensorInfo) else call.tensor("query")
     tensors = [

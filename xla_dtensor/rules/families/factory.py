@@ -1,4 +1,4 @@
-"""Factories that take a tensor as their model."""
+"""Rules of factories that take a tensor as their model (``zeros_like``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers (`lowering/nn/recurrence.py`), whose sequences don't know each other."""
+"""Recurrent layers (`lowering/nn/recurrence.py`): the batch may be sharded, the sequence not."""
 
 from __future__ import annotations
 

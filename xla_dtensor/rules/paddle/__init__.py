@@ -1,4 +1,4 @@
-"""Rules by the names that Paddle registers them under, and asked backwards, as Paddle does.
+"""Paddle's sharding rules: by Paddle's names, and asked backwards, from results to arguments.
 
 Nothing else in the package imports it; `register_rule` knows the names.
 """

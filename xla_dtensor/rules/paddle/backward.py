@@ -1,4 +1,4 @@
-"""Rules read backwards: from the layout wanted of the results to layouts for the arguments.
+"""Rules applied backwards: from the layout wanted of the results to layouts for the arguments.
 
 A rule that lists alternatives is read with inputs and outputs swapped. Any other rule is asked
 forwards, one mesh dim at a time, which shard of its arguments gives the wanted one.

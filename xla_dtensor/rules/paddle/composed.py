@@ -1,4 +1,4 @@
-"""Ops that Paddle has one rule for and torch has no op of: compositions, and a few unlike any.
+"""Paddle's ops that torch has no op for: compositions, and a few special ones.
 
 They are ops of namespace ``paddle``, so that their rules are found, asked and reused like others.
 The implementations say what the rules are of, and give the shapes of the results. A program runs

@@ -1,4 +1,4 @@
-"""Mixtures of experts, as Paddle has them."""
+"""Rules of mixtures of experts, as Paddle has them."""
 
 from __future__ import annotations
 

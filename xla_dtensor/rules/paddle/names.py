@@ -1,4 +1,4 @@
-"""Rules by the names that Paddle registers them under, asked as Paddle's tests ask them.
+"""Paddle's sharding rules by Paddle's names, asked as Paddle's tests ask them.
 
     rule = spmd_rule("matmul")
     x, y = TensorSpec((64, 32), [0, -1]), TensorSpec((32, 48), [-1, 1])
@@ -215,7 +215,7 @@ class TensorSpec:
         return TensorInfo(tuple(self.shape), placements, self.dtype)
 
 
-class Inferred(NamedTuple):
+class InferredSpecs(NamedTuple):
     inputs: list[TensorSpec]
     """The tensor arguments as they are used, lists flattened."""
     outputs: list[TensorSpec]
@@ -234,7 +234,7 @@ class SpmdRule:
         mesh_shape: Sequence[int],
         out_shapes: OutShapes | None = None,
         **attrs: Any,
-    ) -> Inferred:
+    ) -> InferredSpecs:
         """The op's arguments, with a `TensorSpec` for each tensor. `out_shapes` are those of the
         results where an op without values cannot tell. ValueError if the rule has no answer."""
         outputs = self._outputs(args, attrs, out_shapes)
@@ -243,7 +243,7 @@ class SpmdRule:
         merged = infer(self.func, args, attrs, [t.shape for t in outputs], mesh)
         return self._specs(merged, args, attrs, outputs, mesh)
 
-    def infer_backward(self, *args: Any, mesh_shape: Sequence[int], **attrs: Any) -> Inferred:
+    def infer_backward(self, *args: Any, mesh_shape: Sequence[int], **attrs: Any) -> InferredSpecs:
         """The op's arguments and the results: the last tensors (or lists of them) that are given.
 
         The arguments' own shardings count for nothing.
@@ -280,7 +280,7 @@ class SpmdRule:
         attrs: dict,
         outputs: Sequence[TensorInfo],
         mesh: tuple[int, ...],
-    ) -> Inferred:
+    ) -> InferredSpecs:
         if merged is None:
             raise ValueError(f"{self.name}: the rule leaves this call to the compiler")
         call = Call(self.func, bind(self.func, args, attrs), (), mesh)
@@ -289,7 +289,7 @@ class SpmdRule:
             laid_out = zip(infos, layouts, strict=True)
             return [TensorSpec.of(replace(t, placements=p), mesh) for t, p in laid_out]
 
-        return Inferred(specs(call.tensors, merged.inputs), specs(outputs, merged.outputs))
+        return InferredSpecs(specs(call.tensors, merged.inputs), specs(outputs, merged.outputs))
 
 
 def spmd_rule(name: str) -> SpmdRule:

@@ -1,5 +1,4 @@
-"""``scan``: a function over the first dim of tensors, each call with the result of the one
-before."""
+"""``scan``: calls a function on each slice along tensors' first dim, carrying a state along."""
 
 from __future__ import annotations
 

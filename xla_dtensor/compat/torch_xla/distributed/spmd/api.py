@@ -1,5 +1,4 @@
-"""``xla_distribute_tensor`` and ``xla_distribute_module``, which torch calls for xla meshes, with
-what torch_xla makes of them."""
+"""``xla_distribute_tensor`` and ``xla_distribute_module``, which torch calls for xla meshes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What torch_xla put in place of ``nn.Linear``, so that XLA sees a product of all dims. Here
-``linear`` reaches XLA whole, so these are it."""
+"""torch_xla's replacements of ``nn.Linear``, which here do nothing: XLA sees ``linear`` whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Manual sharding: computing with what each device holds. That is the per-device view
-(`XLATensor`), in which every operation runs on each device's piece by itself."""
+"""Manual sharding: torch_xla's names for computing on each device's shard (`XLATensor`)."""
 
 from __future__ import annotations
 

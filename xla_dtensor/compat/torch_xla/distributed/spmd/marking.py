@@ -1,5 +1,4 @@
-"""Sharding tensors in place, as torch_xla does: ``mark_sharding``, ``clear_sharding``, and what
-returns another tensor."""
+"""Shards tensors in place as torch_xla does: ``mark_sharding``, ``clear_sharding`` and others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Partition specs, torch_xla's notation of a layout: for each tensor dim the mesh axes that shard
-it. And how XLA writes a sharding."""
+"""Partition specs, torch_xla's notation of a layout: for each tensor dim its mesh axes.
+
+And how XLA writes a sharding.
+"""
 
 from __future__ import annotations
 

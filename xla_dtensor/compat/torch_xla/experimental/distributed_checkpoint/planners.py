@@ -1,5 +1,7 @@
-"""torch_xla's planners: torch's, that also say which of a state's tensors are sharded, and that can
-be called without ``torch.distributed.checkpoint.save`` and ``load``."""
+"""torch_xla's checkpoint planners: torch's, that also say which tensors are sharded.
+
+They can be called without ``torch.distributed.checkpoint.save`` and ``load``.
+"""
 
 from __future__ import annotations
 
@@ -120,4 +122,4 @@ class SPMDLoadPlanner(_Separated, DefaultLoadPlanner):
         self._missing[name] -= 1
         target = self.state_dict[name]
         if self._is_alone and not self._missing[name] and isinstance(target, Arriving):
-            target.landing.finish()
+            target.loaded.finish()

@@ -1,4 +1,4 @@
-"""What a step gives away, taken apart: its results, and what it leaves in attributes and the like.
+"""Takes a step's results, and what it leaves in attributes, apart, so that each call rebuilds them.
 
 Each call makes it anew around its own tensors: lists and dicts, and what else the step has made
 (dataclasses and other objects, without calling ``__init__``; functions, iterators). One object that
@@ -27,7 +27,7 @@ from xla_dtensor.compilation.objects.array_views import (
     whole_of,
 )
 from xla_dtensor.compilation.objects.found import is_atom
-from xla_dtensor.compilation.objects.kind import Kind
+from xla_dtensor.compilation.objects.kind import ObjectKind
 from xla_dtensor.compilation.objects.kinds import (
     BUFFER,
     DATACLASS,
@@ -59,7 +59,7 @@ class Tree:
     __slots__ = ("nodes", "numbers", "root")
 
     def __init__(self) -> None:
-        self.nodes: list[tuple[Kind, Any, tuple[int, ...]]] = []
+        self.nodes: list[tuple[ObjectKind, Any, tuple[int, ...]]] = []
         self.numbers: list[int] = []
         self.root = 0
 
@@ -147,7 +147,7 @@ class MadeObjects:
         self._new, self._kept, self._is_own, self._arrays = new, kept, is_own, arrays
         self._made: set[int] | None = None
         self._asked = False
-        # All that has been taken apart: which it is, and itself, so that its id stays its own.
+        # By id: the object's number, and the object, kept alive so that its id stays its own.
         self._known: dict[int, tuple[int, Any]] = {}
 
     def flatten(self, value: Any) -> tuple[list[Any], Tree]:
@@ -179,7 +179,7 @@ class MadeObjects:
         nodes[number] = kind, data, (*first, *(self._take(part, flat) for part in parts))
         return number
 
-    def _kind(self, value: Any) -> Kind | None:
+    def _kind(self, value: Any) -> ObjectKind | None:
         """How an object is taken apart; None for a leaf."""
         cls = type(value)
         if issubclass(cls, torch.Tensor):
@@ -191,7 +191,7 @@ class MadeObjects:
             return kind
         if issubclass(cls, np.ndarray | bytearray):
             return kind or BUFFER
-        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # of a range
+        untracked = issubclass(cls, ITERATORS) and not gc.is_tracked(value)  # a range's
         if not untracked and not self._is_made(value):
             return None
         if cls is types.GeneratorType:

@@ -1,4 +1,4 @@
-"""The body of a loop is a trace inside of a trace: what of the outer one is put aside meanwhile."""
+"""Traces the body of `scan_layers`: sets the outer trace's state aside, and restores it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage, next_version
 
 
-class Inside:
+class LoopBody:
     """In the block, which JAX traces by itself, tensors have the values of one round. What the
     step's trace remembers by its arrays is put aside: those of the body exist in it alone.
 
@@ -33,7 +33,7 @@ class Inside:
         self._words, self._start = words, start
         self.draws = 0
 
-    def __enter__(self) -> Inside:
+    def __enter__(self) -> LoopBody:
         trace = self._trace
         self._kept = {name: getattr(trace, name) for name in _ASIDE}
         trace.scalars, trace._items, trace._marked, trace._in_devices = {}, {}, {}, {}
@@ -42,7 +42,7 @@ class Inside:
         trace.rng_words, trace._latest = self._words, None
         self._counter = trace.random.counter
         trace.random.counter = self._start
-        # Each with its version: what was gathered from an earlier value isn't taken for this one's.
+        # With versions: what was gathered from an earlier value must not be used for this one.
         self._before = [(s, s.value, s.form, s.version) for s in self._storages]
         for storage, value in zip(self._storages, self._slices, strict=True):
             storage.put_back(value, storage.form)
@@ -77,7 +77,7 @@ class Inside:
             storage.put_back(value, form)
             storage.version = version
         if kind is not None:
-            trace._owned = self._owned  # the error's frames keep some: nobody is to have them
+            trace._owned = self._owned  # the error's frames keep tensors of the body alive
             return
         if written:
             raise UnsupportedOpError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from xla_dtensor.mesh.waypoints import waypoints
+from xla_dtensor.mesh.intermediate import intermediate_shardings
 
 NAMES = ("a", "b", "c", "d")
 
@@ -62,7 +62,7 @@ def test_where_a_value_is_on_its_way(
     first, last = (
         [tuple("" if names == "-" else names) for names in text.split()] for text in (before, after)
     )
-    assert len(waypoints(frame(*mesh), first, last)) == places
+    assert len(intermediate_shardings(frame(*mesh), first, last)) == places
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,7 +76,7 @@ def test_one_axis_at_a_time(seed: int) -> None:
             for name in rng.sample(NAMES, 4):
                 if dim := rng.choice([0, 1, 2, 3, 4]):
                     axes[dim - 1].append(name)
-        way = waypoints(mesh, before, after)
+        way = intermediate_shardings(mesh, before, after)
         if not way:
             continue
         taken += 1

@@ -1,5 +1,7 @@
-"""Which number outside of a step has changed, so that the next trace takes it as an input; and
-which line of the step's Python decided by one."""
+"""Which number outside of a step caused a new trace (the next one takes it as an input).
+
+And which line of the step's Python has compared it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections import Counter
 from xla_dtensor.compilation.objects.found import Found
 from xla_dtensor.compilation.trace.numbers import Decision
 
-# Traces in a row, or by the decision of one line, of which one is told.
+# After so many traces in a row, or because of one line, the log has a message.
 MANY_TRACES = 5
 
 
@@ -31,7 +33,7 @@ class ManyTraces:
         line = "" if decided is None else decided.where()
         self._by_line[line] += 1
         if self.in_a_row == MANY_TRACES:
-            self._by_line[line] = MANY_TRACES  # it is told once
+            self._by_line[line] = MANY_TRACES  # no second message for this line
             often = f"in {MANY_TRACES} calls in a row"
         elif line and self._by_line[line] == MANY_TRACES:
             often = f"{MANY_TRACES} times because of one line"
@@ -63,6 +65,6 @@ def changed_numbers(differences: list[tuple[Found | None, Found | None]]) -> fro
         if before is None or after is None or before.kind != "value" or after.kind != "value":
             continue
         if type(before.value) in (int, float) and type(after.value) in (int, float):
-            # Of two places of one name both are taken.
+            # Without the number that `Reached.note` adds to a name used twice: both become inputs.
             found.add(re.sub(r" \(\d+\)$", "", before.path))
     return frozenset(found)

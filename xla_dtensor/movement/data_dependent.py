@@ -77,7 +77,7 @@ def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _TRUTHS = ("aten::equal.default", "aten::allclose.default")
 
-# What has a shape that is known, and computes the same.
+# Alternatives for messages: the same values, in a result whose shape is known.
 _INSTEAD = {
     "aten::bincount": "torch.zeros(n, dtype=torch.int64, device=x.device)"
     ".scatter_add(0, x, torch.ones_like(x)) has n entries",

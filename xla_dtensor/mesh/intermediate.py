@@ -1,4 +1,4 @@
-"""Intermediate shardings for moves that would end the process in XLA's partitioner."""
+"""Intermediate shardings for moves on which XLA's partitioner would end the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DimAxes = Sequence[Sequence[str]]
 """Per tensor dim the mesh axes that shard it, major first."""
 
 
-def waypoints(frame: Frame, before: DimAxes, after: DimAxes) -> list[Any]:
+def intermediate_shardings(frame: Frame, before: DimAxes, after: DimAxes) -> list[Any]:
     """Shardings to ask of XLA for a value on its way from one sharding to another; mostly none.
 
     Where two or more axes of three go from dims of a tensor to others at once, XLA's partitioner

@@ -1,5 +1,4 @@
-"""How firmly shardings are asked of XLA, around an operation that it computes wrongly otherwise
-(`xla_faults.py`)."""
+"""How strictly a pin fixes a sharding: not at all, only the axes it has, or exactly."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Grip(enum.Enum):
+class Strictness(enum.Enum):
     """How firmly a sharding is asked for: not at all, so that dims keep the axes that they have and
     may get others (`plans/pin.py`), or exactly."""
 
@@ -20,15 +19,15 @@ class Grip(enum.Enum):
 class Ask:
     """How a sharding is asked for: by itself, and in a program that takes no axes apart."""
 
-    grip: Grip
-    loose: Grip
+    strictness: Strictness
+    loose: Strictness
 
 
-ALWAYS = Ask(Grip.EXACT, Grip.EXACT)
-PIN = Ask(Grip.EXACT, Grip.FREE)
-PIN_BATCHES = Ask(Grip.EXACT, Grip.HELD)
-HOLD = Ask(Grip.HELD, Grip.HELD)
-OFFER = Ask(Grip.FREE, Grip.FREE)
+ALWAYS = Ask(Strictness.EXACT, Strictness.EXACT)
+PIN = Ask(Strictness.EXACT, Strictness.FREE)
+PIN_BATCHES = Ask(Strictness.EXACT, Strictness.HELD)
+HOLD = Ask(Strictness.HELD, Strictness.HELD)
+OFFER = Ask(Strictness.FREE, Strictness.FREE)
 """Asked for only where XLA doesn't compile the program otherwise."""
 
 

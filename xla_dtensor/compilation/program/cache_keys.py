@@ -1,4 +1,4 @@
-"""What a program is known by, among those that are compiled and in files."""
+"""The cache key of a compiled program: hashes of its StableHLO text and of its inputs' shapes."""
 
 from __future__ import annotations
 

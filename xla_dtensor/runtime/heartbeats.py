@@ -36,7 +36,7 @@ _GRACE = 1.0  # what a process that learns of an end has to come to its own
 _AT_THE_END = 300.0  # how long a process that has finished waits for the others
 
 
-class _Watch:
+class _Heartbeats:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.stopping = threading.Event()
@@ -114,7 +114,7 @@ class _Watch:
         leave()
 
 
-_watch: _Watch | None = None
+_running: _Heartbeats | None = None
 
 
 def _coordinator() -> str:
@@ -127,17 +127,17 @@ def start(timeout: float) -> None:
     Args:
         timeout: seconds without a sign of life after which one counts as gone.
     """
-    global _watch
-    _watch = _Watch(timeout)
-    for thread in _watch.threads:
+    global _running
+    _running = _Heartbeats(timeout)
+    for thread in _running.threads:
         thread.start()
     previous = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
-        assert _watch is not None
+        assert _running is not None
         # At a prompt an exception ends nothing.
-        if not _watch.stopping.is_set() and not hasattr(sys, "ps1"):
-            _watch.failing = True
+        if not _running.stopping.is_set() and not hasattr(sys, "ps1"):
+            _running.failing = True
             me = processes.known(processes.index())
             text = traceback.format_exception_only(kind, value)[-1].strip()
             say_failed(f"{me} has ended with {text}{_line(trace)}")
@@ -222,10 +222,10 @@ def has_ended(index: int) -> bool:
 
 def _at_exit() -> None:
     """Come to the end together: process 0 is where the others hear from each other."""
-    watch = _watch
-    if watch is None or watch.stopping.is_set() or not processes.store().is_open():
+    running = _running
+    if running is None or running.stopping.is_set() or not processes.store().is_open():
         return
-    if watch.failing:
+    if running.failing:
         leave()
     store = processes.store()
     try:
@@ -238,7 +238,7 @@ def _at_exit() -> None:
             time.sleep(0.02 if time.monotonic() < end - _AT_THE_END + 5 else 1)
             _look_for_waiting(ended)
     except Exception as error:
-        watch._lost(error)
+        running._lost(error)
     stop()
 
 
@@ -258,8 +258,8 @@ def _look_for_waiting(ended: dict[str, str]) -> None:
 
 def stop() -> None:
     """Watch no longer."""
-    if _watch is not None:
-        _watch.stopping.set()
-        for thread in _watch.threads:
+    if _running is not None:
+        _running.stopping.set()
+        for thread in _running.threads:
             if thread is not threading.current_thread():
                 thread.join(5)

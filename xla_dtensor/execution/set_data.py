@@ -1,4 +1,4 @@
-"""Giving a tensor other memory in place (``x.data = y``), and when that is refused."""
+"""Replaces a tensor's storage in place (``x.data = y``), and checks when that is refused."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 
 
-def become(tensor: Any, other: Any, name: str) -> None:
+def set_data(tensor: Any, other: Any, name: str) -> None:
     """Make ``tensor`` what ``other`` is: the same view of the same storage.
 
     Raises:
-        UnsupportedOpError: see `check_become`.
+        UnsupportedOpError: see `check_set_data`.
     """
-    check_become(tensor, name)
+    check_set_data(tensor, name)
     tensor._become(other)
 
 
-def check_become(tensor: Any, name: str) -> None:
-    """Raise if `become` would.
+def check_set_data(tensor: Any, name: str) -> None:
+    """Raise if `set_data` would.
 
     Raises:
         UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
