@@ -28,7 +28,7 @@ from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.checkpoint_saving import unseen_by_checkpoint
-from xla_dtensor.compilation.trace.norms import CumulativeNorms
+from xla_dtensor.compilation.trace.norms import cumulative_norms
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft, end_numbers
 from xla_dtensor.compilation.trace.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers
@@ -155,7 +155,7 @@ class Traced:
             surroundings.plant(place, value)
         del numbers
         computing = MathOfNumbers()
-        with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, start.ids:
+        with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
             out = _call(function, args, kwargs)
         if arguments.is_spoilt():
             raise DataDependentError(
