@@ -146,7 +146,7 @@ _CLASSES = {
 }
 
 
-def found(path: str, kind: Any, value: Any) -> Found:
+def found_as(kind: Any, path: str, value: Any) -> Found:
     """What the walk came by, as the class for its kind."""
     # A user's metaclass may have made its classes unhashable.
     cls = _CLASSES.get(kind, Found) if type(kind) is str else Found

@@ -143,8 +143,6 @@ class CompiledStep(BaseStep):
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
-        if self._buckets is not None:
-            args, kwargs, _ = self._buckets.padded(args, kwargs)
         return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
 
     def looked_at(
@@ -169,6 +167,8 @@ class CompiledStep(BaseStep):
             jaxpr = step.looked_at((x,), {}, lambda program: program.jaxpr)
             assert "mul" in str(jaxpr) and step.traces == 0
         """
+        if self._buckets is not None:
+            args, kwargs, _ = self._buckets.padded(args, kwargs)
         lazy.flush_all()
         with self._lock, tracing, self._checks, Seldom():
             traces = self._traces.copy()
@@ -299,8 +299,6 @@ class CompiledStep(BaseStep):
             assert step.traces == 0 and step.load_compiled("/tmp/step.xla", trusted=True) == 1
         """
         check_place(path)
-        if self._buckets is not None:
-            args, kwargs, _ = self._buckets.padded(args, kwargs)
         options = abstract.compiler_options(self._options)
         look = functools.partial(compiled_for_file, options=options)
         with not_kept():
