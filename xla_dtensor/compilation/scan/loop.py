@@ -312,13 +312,12 @@ class _Backward:
         for position, (i, total) in enumerate(zip(self._wanted, sums, strict=True), 1):
             if position not in self._unused:
                 of_others[i] = new_tensor(total, fresh(layers.others[i]._form))
-        of_own: list[Any] = []
+        of_own, first = list[Any](), 1 + len(self._wanted)
         for layer in range(layers.count):
             grads: list[Any] = [None] * len(layers.forms)
-            for position, i in enumerate(self._own, 1 + len(self._wanted)):
-                if position not in self._unused:
-                    array = apart[position - 1 - len(self._wanted)][layer]
-                    grads[i] = new_tensor(array, layers.forms[i])
+            for position, i in enumerate(self._own):
+                if first + position not in self._unused:
+                    grads[i] = new_tensor(apart[position][layer], layers.forms[i])
             of_own += grads
         of_x = new_tensor(dx, form) if self._needs_x and 0 not in self._unused else None
         return [of_x, *of_others, *of_own]
