@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
 from xla_dtensor.compilation.program.program import Program
@@ -83,3 +84,19 @@ def test_lower_shows_what_the_call_runs(
         assert again == shown
         step(x, *arguments)
         assert hashlib.sha256(shown.encode()).hexdigest()[:16] == ran[-1].executable.digest, shown
+
+
+def test_plans_are_of_padded_arguments(mesh_2x4: DeviceMesh) -> None:
+    """As those of a call, and not the program of the lengths that are given."""
+
+    def mean(tokens: torch.Tensor, n: int) -> torch.Tensor:
+        inside = torch.arange(tokens.shape[0], device=tokens.device) < n
+        return torch.where(inside, tokens, 0.0).sum() / n
+
+    step = xd.compile(mean, buckets={"tokens": xd.Buckets(0, (8, 16), length="n")})
+    reports = [
+        xd.plan(step, xd.distribute_tensor(torch.ones(n), mesh_2x4, [xd.Replicate()] * 2))
+        for n in (5, 7, 9)
+    ]
+    first, same, larger = [report.memory.arguments for report in reports]
+    assert first == same == larger - 8 * 4 and step.traces == 0

@@ -94,7 +94,7 @@ def _names(program: Any) -> dict[int, tuple[str, str]]:
 
 def _name(source: Any, names: dict[int, tuple[str, str]]) -> tuple[str, str]:
     if isinstance(source, ArgumentSource):
-        return f"argument {source.index}", "argument"
+        return f"argument {source.argument}", "argument"
     if isinstance(source, GradientSource):
         leaf = source.leaf.get()
         owner = names.get(id(getattr(leaf, "_storage_", None)), ("?", ""))[0]

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from xla_dtensor.compilation.call.sources import ArgumentSource
-
 
 @dataclass(frozen=True)
 class Buckets:
@@ -265,8 +263,7 @@ def refuse_writes(traced: Any, arguments: Any) -> None:
     for name, tensor in arguments.padding.tensors:
         storage = getattr(tensor, "_storage_", None)
         for source in traced.inputs.slots:
-            index = source.index if isinstance(source, ArgumentSource) else None
-            own = index is not None and arguments.tensors[index]._storage_ is storage
+            own = source.argument is not None and source.storage(arguments) is storage
             if source.writes and (own or any(s is storage for s in source.storages)):
                 raise ValueError(
                     f"the step writes to its argument {name!r}, which has buckets: what is written "

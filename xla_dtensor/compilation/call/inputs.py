@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.sources import ArgumentSource, ArraySource, GradientSource
+from xla_dtensor.compilation.call.sources import ArraySource
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame
@@ -30,12 +30,11 @@ class Arrays:
         # None for arguments and gradients, which are others in each call; the rest moves the epoch.
         self._storages: list[Any] = [s.storages[0] if s.storages else None for s in sources]
         self._fixed = [(i, s.storages[0]) for i, s in enumerate(sources) if s.is_fixed]
-        of_arguments = [(i, s) for i, s in enumerate(sources) if isinstance(s, ArgumentSource)]
+        others = [(i, s) for i, s in enumerate(sources) if not s.is_fixed]
+        of_arguments = [(i, s.argument) for i, s in others if s.argument is not None]
         self._of_arguments = [i for i, _ in of_arguments]
-        self._arguments = [s.index for _, s in of_arguments]
-        self._of_gradients = [
-            (i, s) for i, s in enumerate(sources) if isinstance(s, GradientSource)
-        ]
+        self._arguments = [argument for _, argument in of_arguments]
+        self._of_gradients = [(i, s) for i, s in others if s.argument is None]
         self._shared = [s for s in sources if len(s.storages) > 1]
         self._forms = [s.form for s in sources]
         self._epoch = -1

@@ -67,7 +67,23 @@ class PositionLeft(Exception):
     """A step gives away a view at a position that is one of its inputs."""
 
 
-class ViewRecipe(Recipe):
+class SharedRecipe(Recipe):
+    """A recipe that several results, and what is left somewhere, may have: a call makes its object
+    once."""
+
+    __slots__ = ()
+
+    def make(self, run: Run) -> Any:
+        made = run.made.get(id(self))
+        if made is None:
+            made = run.made[id(self)] = self._make(run)
+        return made
+
+    def _make(self, run: Run) -> Any:
+        raise NotImplementedError
+
+
+class ViewRecipe(SharedRecipe):
     """A tensor that shows memory of another one, as in torch: of one that each call makes, of an
     argument, or of one that is there.
 
@@ -86,13 +102,11 @@ class ViewRecipe(Recipe):
         if is_at_traced(self.steps):
             raise PositionLeft("the step gives away a view at a position that is a number")
 
-    def make(self, run: Run) -> Any:
-        tensor = run.made.get(id(self))
-        if tensor is None:
-            with disable_function_of_subclasses():  # their __torch_function__ ran in the trace
-                tensor = run.made[id(self)] = self._view(self._base(run))
-            if self.shown is not None:
-                show_as(tensor, self.shown)
+    def _make(self, run: Run) -> Any:
+        with disable_function_of_subclasses():  # their __torch_function__ ran in the trace
+            tensor = self._view(self._base(run))
+        if self.shown is not None:
+            show_as(tensor, self.shown)
         return tensor
 
     def _base(self, run: Run) -> Any:
@@ -117,7 +131,7 @@ class ViewRecipe(Recipe):
         return tuple(self.form.shape)
 
 
-class Leaf(Recipe):
+class Leaf(SharedRecipe):
     """A tensor that requires grad and has no history.
 
     Attributes:
@@ -134,17 +148,14 @@ class Leaf(Recipe):
         self.grad: NewTensor | None = None
         self.shown: Any = None
 
-    def make(self, run: Run) -> Any:
-        tensor = run.made.get(id(self))
-        if tensor is None:
-            tensor = self.of.make(run).requires_grad_()
-            if self.is_parameter:
-                tensor = torch.nn.Parameter(tensor.detach())
-            run.made[id(self)] = tensor
-            if self.grad is not None:
-                tensor.grad = self.grad.make(run)
-            if self.shown is not None:
-                show_as(tensor, self.shown)
+    def _make(self, run: Run) -> Any:
+        tensor = self.of.make(run).requires_grad_()
+        if self.is_parameter:
+            tensor = torch.nn.Parameter(tensor.detach())
+        if self.grad is not None:
+            tensor.grad = self.grad.make(run)
+        if self.shown is not None:
+            show_as(tensor, self.shown)
         return tensor
 
     def shape(self, arguments: Any) -> tuple[int, ...] | None:
@@ -223,7 +234,7 @@ class ComputedNumber(Recipe):
         return f"{self.node.value!r} ({self.node.text})"
 
 
-class HostTensor(Recipe):
+class HostTensor(SharedRecipe):
     """A result that is a CPU tensor which the step made.
 
     Attributes:
@@ -242,14 +253,10 @@ class HostTensor(Recipe):
         self.tensor, self.read, self.of = tensor if read is None else None, read, of
         self.has_history = tensor.grad_fn is not None
 
-    def make(self, run: Run) -> torch.Tensor:
-        found = run.made.get(id(self))
-        if found is None:
-            found = self._tensor(run)
-            if self.has_history:
-                found = _WithoutHistory.apply(found, torch.empty(0, requires_grad=True))
-            run.made[id(self)] = found
-        tensor: torch.Tensor = found
+    def _make(self, run: Run) -> Any:
+        tensor = self._tensor(run)
+        if self.has_history:
+            return _WithoutHistory.apply(tensor, torch.empty(0, requires_grad=True))
         return tensor
 
     def shape(self, arguments: Any) -> tuple[int, ...] | None:
@@ -291,7 +298,7 @@ class _WithoutHistory(torch.autograd.Function):
         )
 
 
-class BuiltObject(Recipe):
+class BuiltObject(SharedRecipe):
     """What the step leaves in an attribute, a list or a dict: parts like results, and how they make
     it up."""
 
@@ -300,12 +307,8 @@ class BuiltObject(Recipe):
     def __init__(self, parts: list[Recipe], tree: Any) -> None:
         self.parts, self.tree = parts, tree
 
-    def make(self, run: Run) -> Any:
-        found = run.made.get(id(self))
-        if found is None:
-            parts = [part.make(run) for part in self.parts]
-            found = run.made[id(self)] = self.tree.build(parts, run.objects)
-        return found
+    def _make(self, run: Run) -> Any:
+        return self.tree.build([part.make(run) for part in self.parts], run.objects)
 
     def __repr__(self) -> str:
         part = self.parts[0] if len(self.parts) == 1 else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from xla_dtensor.compilation.objects.found import Found
+from xla_dtensor.compilation.objects.found import Found, FoundValue
 from xla_dtensor.compilation.trace.numbers import Decision
 
 # After so many traces in a row, or because of one line, the log has a message.
@@ -62,7 +62,7 @@ def changed_numbers(differences: list[tuple[Found | None, Found | None]]) -> fro
     one that isn't what it was is from then on taken from its place in each call."""
     found = set()
     for before, after in differences:
-        if before is None or after is None or before.kind != "value" or after.kind != "value":
+        if not (isinstance(before, FoundValue) and isinstance(after, FoundValue)):
             continue
         if type(before.value) in (int, float) and type(after.value) in (int, float):
             # Without the number that `Reached.note` adds to a name used twice: both become inputs.

@@ -16,10 +16,11 @@ class Source:
     """Where a constant of a trace's jaxpr comes from in later calls.
 
     Attributes:
+        is_input: whether it is an input of its own. The others are made of the words, or constants.
         in_words: whether it is in the one array that has all numbers and the generator's state.
     """
 
-    in_words = False
+    is_input = in_words = False
 
     def value(self, given: Callable[[Source], Any], words: Any) -> Any:
         """The constant in the program: one of its inputs (which ``given`` finds), or made of
@@ -43,9 +44,12 @@ class ArraySource(Source):
         writes: (output, the storages that get it), where the step overwrites them.
         form: the storage's before the step.
         is_fixed: whether it is the same storage in each call.
+        argument: which argument's it is, or None.
     """
 
+    is_input = True
     is_fixed = False
+    argument: int | None = None
 
     def __init__(self, storages: tuple[Storage, ...], form: Form) -> None:
         self.storages, self.form = storages, form
@@ -78,18 +82,20 @@ class StateSource(ArraySource):
 
 
 class ArgumentSource(ArraySource):
-    """The storage of an argument, the one with ``index``."""
+    """The storage of an argument."""
 
-    def __init__(self, index: int, storage: Storage, form: Form) -> None:
+    argument: int
+
+    def __init__(self, argument: int, storage: Storage, form: Form) -> None:
         super().__init__((storage,), form)
-        self.index = index
+        self.argument = argument
 
     def storage(self, arguments: Any) -> Storage:
-        storage: Storage = arguments.tensors[self.index]._storage_
+        storage: Storage = arguments.tensors[self.argument]._storage_
         return storage
 
     def signature(self, given: Mapping[int, int]) -> Any:
-        return ArgumentSource, self.index, self._written()
+        return ArgumentSource, self.argument, self._written()
 
     def forget(self) -> None:
         self.storages = ()
@@ -166,6 +172,8 @@ class GeneratorSource(Source):
 class HostSource(Source):
     """A CPU tensor, which ``read`` gives from the arguments and what the host's program
     (`recorded/host_ops.py`) has computed."""
+
+    is_input = True
 
     def __init__(self, read: Callable[[Any, list[Any]], Any]) -> None:
         self.read = read

@@ -239,10 +239,6 @@ def _has_constant(instructions: list[dis.Instruction], position: int) -> bool:
     return False
 
 
-_CALL = "PRECALL" if sys.version_info < (3, 12) else "CALL"
-_NO_FURTHER = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_", "RAISE_VARARGS", "RERAISE")
-
-
 def _arguments(instructions: list[dis.Instruction], position: int) -> list[Any] | None:
     """What the function loaded at ``position`` is called with: constants as they are, `_MADE`
     for what is computed. None where it isn't called there, or with names, or ``*args``.

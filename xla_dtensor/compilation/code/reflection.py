@@ -32,6 +32,9 @@ def is_strict(cls: type) -> bool:
     return type(cls.__getattribute__) is types.FunctionType and not issubclass(cls, _WALKED_APART)
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of modules that hold the functions which their calls call."""
+
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 
 

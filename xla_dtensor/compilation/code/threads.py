@@ -21,6 +21,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.compilation.code.installed import is_installed_file
 from xla_dtensor.compilation.code.names import describe
+from xla_dtensor.compilation.code.patched import patched
 from xla_dtensor.errors import DataDependentError
 
 
@@ -111,10 +112,11 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, work_of, what in _starts():
             original = getattr(owner, name)
-            _replace(stack, owner, name, _wrapped(original, started, work_of, what))
+            new = _wrapped(original, started, work_of, what)
+            stack.enter_context(patched(owner, name, new))
         for name in ("put", "get") if paths else ():
             original = getattr(queue.Queue, name)
-            _replace(stack, queue.Queue, name, _wrapped(original, used, name))
+            stack.enter_context(patched(queue.Queue, name, _wrapped(original, used, name)))
         try:
             yield
         except DataDependentError as error:
@@ -145,11 +147,6 @@ def _wrapped(original: Any, call: Any, *rest: Any) -> Any:
         return call(original, *rest, *args, **kwargs)
 
     return wrapper
-
-
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def _of_queue(text: str, each: Any) -> str:

@@ -70,12 +70,12 @@ def same_atom(a: Any, b: Any) -> bool:
 
 
 class Found:
-    """One thing that the walk came by.
+    """One thing that the walk came by, which consists of others.
 
     Attributes:
         path: its name in messages.
-        kind: what it is: ``"value"``, ``"tensor"``, or the type of a thing that consists of others.
-        value: the atom; the tensor; what else tells two things apart.
+        kind: what it is: its type, or a word.
+        value: what tells two things of a kind apart.
     """
 
     __slots__ = ("kind", "path", "value")
@@ -85,27 +85,72 @@ class Found:
 
     def same(self, other: Found) -> bool:
         """Whether a program can't tell this from ``other``."""
-        if self.kind is not other.kind and self.kind != other.kind:
-            return False
-        if self.kind == "value":
-            return same_atom(self.value, other.value)
-        if self.kind == "array":
-            return bool(self.value == other.value)
-        if self.kind in ("opaque", "tensor", "optimizer"):
-            return self.value is other.value
-        return self.value is other.value or bool(self.value == other.value)
+        same_kind = self.kind is other.kind or bool(self.kind == other.kind)
+        return same_kind and self._is_like(other.value)
+
+    def _is_like(self, value: Any) -> bool:
+        return self.value is value or bool(self.value == value)
 
     def text(self) -> str:
         """Its value, for a message."""
-        if self.kind == "value":
-            return repr(self.value)
-        if self.kind == "tensor":
-            return f"a tensor {list(self.value.shape)}"
-        if self.kind == "array":
-            return f"an array of {self.value[1]}"
         if isinstance(self.kind, type):
             return f"a {self.kind.__name__}"
         return f"another {self.kind}"
+
+
+class FoundValue(Found):
+    """What is compared by value as a whole: an atom."""
+
+    __slots__ = ()
+
+    def _is_like(self, value: Any) -> bool:
+        return same_atom(self.value, value)
+
+    def text(self) -> str:
+        return repr(self.value)
+
+
+class FoundArray(Found):
+    """An array or a buffer, by its content (`content_of`)."""
+
+    __slots__ = ()
+
+    def text(self) -> str:
+        return f"an array of {self.value[1]}"
+
+
+class FoundObject(Found):
+    """What is known by which object it is, and no more."""
+
+    __slots__ = ()
+
+    def _is_like(self, value: Any) -> bool:
+        return self.value is value
+
+
+class FoundTensor(FoundObject):
+    """A tensor."""
+
+    __slots__ = ()
+
+    def text(self) -> str:
+        return f"a tensor {list(self.value.shape)}"
+
+
+# By the word for the kind; of all others it is `Found`.
+_CLASSES = {
+    "value": FoundValue,
+    "array": FoundArray,
+    "tensor": FoundTensor,
+    **dict.fromkeys(("opaque", "optimizer"), FoundObject),
+}
+
+
+def found_as(kind: Any, path: str, value: Any) -> Found:
+    """What the walk came by, as the class for its kind."""
+    # A user's metaclass may have made its classes unhashable.
+    cls = _CLASSES.get(kind, Found) if type(kind) is str else Found
+    return cls(path, kind, value)
 
 
 def content_of(value: Any) -> tuple[Any, ...]:

@@ -244,35 +244,40 @@ _LEAVES = (
 _NOT_BOUND = (type, types.ModuleType, types.NoneType)
 
 
+# Of Python's own classes, of which torch's pytree knows some, too.
+_OF_CLASS: dict[Any, ObjectKind] = {
+    **dict.fromkeys((list, deque), PLAIN_LIST),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), PLAIN_DICT),
+    tuple: TUPLE,
+    torch.Size: SEQUENCE,  # pytree would rebuild it as a tuple
+}
+# Of these and what is derived from them; the first that fits counts.
+_OF_SUBCLASSES: tuple[tuple[Any, ObjectKind | None], ...] = (
+    (slice, SLICE),
+    (ATOMS, None),
+    ((list, deque, set), LIST),
+    (dict, DICT),
+    ((tuple, frozenset), SEQUENCE),
+    ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
+    (types.CellType, CELL),
+    (IteratorArgument, STREAM),
+    (types.MethodType, METHOD),
+    (functools.partial, PARTIAL),
+    (tuple(VIEWS), VIEW),
+)
+
+
 @functools.lru_cache(4096)
 def _kind_of_class(cls: Any) -> ObjectKind | None:
     if is_strict(cls) or issubclass(cls, _LEAVES):
         return None
-    if cls in (list, deque):
-        return PLAIN_LIST
-    if cls in (dict, OrderedDict, defaultdict):
-        return PLAIN_DICT
-    if cls is tuple or (issubclass(cls, tuple) and hasattr(cls, "_fields")):
+    if cls in _OF_CLASS:
+        return _OF_CLASS[cls]
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return TUPLE
-    if cls is torch.Size:  # pytree would rebuild it as a tuple
-        return SEQUENCE
     if cls in pytree.SUPPORTED_NODES:
         return REGISTERED
-    if issubclass(cls, slice):
-        return SLICE
-    if issubclass(cls, ATOMS):
-        return None
-    for classes, kind in (
-        ((list, deque, set), LIST),
-        (dict, DICT),
-        ((tuple, frozenset), SEQUENCE),
-        ((types.SimpleNamespace, UserDict, BlockMask), RECORD),
-        (types.CellType, CELL),
-        (IteratorArgument, STREAM),
-        (types.MethodType, METHOD),
-        (functools.partial, PARTIAL),
-        (tuple(VIEWS), VIEW),
-    ):
+    for classes, kind in _OF_SUBCLASSES:
         if issubclass(cls, classes):
             return kind
     return DATACLASS if dataclasses.is_dataclass(cls) else None

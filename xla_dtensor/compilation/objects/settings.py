@@ -163,12 +163,6 @@ for _name in (
         _name,
     )
 _named(
-    "torch.backends.mha.get_fastpath_enabled()",
-    torch.backends.mha.get_fastpath_enabled,
-    torch.backends.mha.set_fastpath_enabled,
-    *("get_fastpath_enabled", "set_fastpath_enabled"),
-)
-_named(
     "whether torch.distributions validates its arguments",
     functools.partial(find, "validates_distributions"),
     torch.distributions.Distribution.set_default_validate_args,
@@ -176,12 +170,12 @@ _named(
 )
 for _module, _read, _write in (
     (torch, "is_warn_always_enabled", "set_warn_always"),
+    (torch, "get_num_threads", "set_num_threads"),
+    (torch.backends.mha, "get_fastpath_enabled", "set_fastpath_enabled"),
+    (sys, "getrecursionlimit", "setrecursionlimit"),
     *(
         (torch.__future__, f"get_{_name}", f"set_{_name}")
-        for _name in (
-            "overwrite_module_params_on_conversion",
-            "swap_module_params_on_conversion",
-        )
+        for _name in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion")
     ),
 ):
     _named(
@@ -190,20 +184,8 @@ for _module, _read, _write in (
         getattr(_module, _write),
         *(_read, _write),
     )
-_named(
-    "torch.get_num_threads()",
-    torch.get_num_threads,
-    torch.set_num_threads,
-    *("get_num_threads", "set_num_threads"),
-)
 _named("torch.initial_seed()", torch.initial_seed, None, "initial_seed")
 _named("torch.get_rng_state()", _rng_state, None, "get_rng_state")
-_named(
-    "sys.getrecursionlimit()",
-    sys.getrecursionlimit,
-    sys.setrecursionlimit,
-    *("getrecursionlimit", "setrecursionlimit"),
-)
 _named(
     "gc.isenabled()",
     gc.isenabled,

@@ -16,7 +16,7 @@ from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.call.sources import ArraySource, CotangentSource, StateSource
 from xla_dtensor.compilation.program.executable import sharding_of
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
-from xla_dtensor.compilation.program.inputs import INPUTS, Groups, Inputs
+from xla_dtensor.compilation.program.inputs import Groups, Inputs
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.node import MemoryRead, OnHost, SavedForBackward, cotangent
 from xla_dtensor.compilation.recorded.split import SplitJaxpr
@@ -58,7 +58,7 @@ class BackwardPass:
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
         # Constants that are no inputs (numbers, random state) are computed again for the backward.
         self._constants = [traced.inputs.sources[i] for i in split.constants]
-        computed = [i for i in split.constants if not isinstance(traced.inputs.sources[i], INPUTS)]
+        computed = [i for i in split.constants if not traced.inputs.sources[i].is_input]
         self._computes = jax.jit(lambda *groups: _at(inputs.constants(*groups), computed))
         self._has_computed = bool(computed)
         self._plan_reads(split)
@@ -99,7 +99,7 @@ class BackwardPass:
         not copies, and what is computed of them."""
         computed = iter(self._computes(*groups) if self._has_computed else ())
         return [
-            self._inputs.of(source, groups) if isinstance(source, INPUTS) else next(computed)
+            self._inputs.of(source, groups) if source.is_input else next(computed)
             for source in self._constants
         ]
 

@@ -24,6 +24,7 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.forms.form import Form
 from xla_dtensor.layouts import Choice, choose_for, constrained, kept_apart
+from xla_dtensor.mesh import Frame
 from xla_dtensor.runtime import agreement
 from xla_dtensor.runtime.memory import memory_of
 from xla_dtensor.runtime.program_cache import kept_by_names
@@ -90,15 +91,7 @@ class Executable:
         # Residuals keep the layouts that the operations' rules give: the backward program reads
         # them so, and the rules know which shardings XLA computes wrongly.
         if lays_out and frame is not None and not residuals:
-            with jax.enable_x64(True):
-                memory = memory_of(frame.jax_mesh.devices.flat[0])
-                given = inputs.shardings(groups), shardings, inputs.are_arguments, frame, memory
-                choices = [
-                    (choose_for(each, *given), each)
-                    for each in kept_apart(jaxpr, [*frame.sizes.values()])
-                ]
-                self.layouts, jaxpr = min(choices, key=lambda found: found[0].price())
-                jaxpr = constrained(jaxpr, self.layouts, frame)
+            jaxpr = self._laid_out(jaxpr, inputs, groups, shardings, frame)
 
         # The names of the parameters are those of the inputs in the program's text.
         def step(donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
@@ -124,25 +117,43 @@ class Executable:
                 self.inputs = layouts(groups)
                 self.compile = functools.partial(self._compile, lowered, lower)
                 return
-            # A trace that came to the same program (the step's Python found state in place that an
-            # earlier trace made) costs no compilation. The text doesn't say on which devices.
             devices = None if frame is None else tuple(frame.device_ids)
             text, names = text_of(lowered)
+            # A trace that came to the same program (the step's Python found state in place that an
+            # earlier trace made) costs no compilation. The text doesn't say on which devices.
             key = text, devices, lowered.in_tree, layouts(groups)
             known = executables.get(key)
             self.digest, self.is_new = text[:16], known is None
             if known is None:
-                if frame is not None:
-                    draws = traced.outputs.random_operations
-                    seed = f" with the seed {rng.default.seed}" if draws else ""
-                    agreement.agree(
-                        f"compiles a step of {len(jaxpr.eqns)} operations (digest {self.digest}) "
-                        f"on {frame}{seed}"
-                    )
+                self._agree_to_compile(traced, len(jaxpr.eqns))
                 with kept_by_names(names):
                     known = self._compile(lowered, lower, options)
                 executables.put(key, known)
             self.compiled = known
+
+    def _laid_out(
+        self, jaxpr: Any, inputs: Inputs, groups: Groups, shardings: list[Any], frame: Frame
+    ) -> Any:
+        """The jaxpr with its values where it communicates least (`layouts/`)."""
+        with jax.enable_x64(True):
+            memory = memory_of(frame.jax_mesh.devices.flat[0])
+            given = inputs.shardings(groups), shardings, inputs.are_arguments, frame, memory
+            choices = [
+                (choose_for(each, *given), each)
+                for each in kept_apart(jaxpr, [*frame.sizes.values()])
+            ]
+            self.layouts, jaxpr = min(choices, key=lambda found: found[0].price())
+            return constrained(jaxpr, self.layouts, frame)
+
+    def _agree_to_compile(self, traced: Traced, operations: int) -> None:
+        """See that all processes compile the same."""
+        if traced.frame is not None:
+            draws = traced.outputs.random_operations
+            seed = f" with the seed {rng.default.seed}" if draws else ""
+            agreement.agree(
+                f"compiles a step of {operations} operations (digest {self.digest}) "
+                f"on {traced.frame}{seed}"
+            )
 
     def _compile(self, lowered: Any, lower: Callable[[], Any], options: Any) -> Any:
         return compile_somehow(lambda: lowered, lower, options, self.lowering)

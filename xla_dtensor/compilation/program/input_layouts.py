@@ -37,20 +37,6 @@ def shardings_of(inputs: Any, replicated: Any) -> Any:
     return pytree.tree_map(lambda x: getattr(x, "sharding", None) or replicated, inputs)
 
 
-def takes_no_axes_apart(
-    jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]
-) -> bool:
-    """Whether a program can do without pins (`pin.may_be_loose`).
-
-    Args:
-        outputs: the shardings of its outputs.
-    """
-    if frame is None:
-        return False
-    known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
-    return pin.may_be_loose(jaxpr, frame.jax_mesh, [*known, *outputs])
-
-
 class Pinning:
     """How a program's pins are lowered (`plans/pin.py`), as a context to lower it in: as they
     say, loosely, or, where XLA fails on that, all of them exactly.
@@ -66,8 +52,13 @@ class Pinning:
         return self.context()
 
     def loosen(self, jaxpr: Any, frame: Frame | None, inputs: Any, outputs: Iterable[Any]) -> None:
-        """Lower loosely if the program can do with that (`takes_no_axes_apart`)."""
-        if takes_no_axes_apart(jaxpr, frame, inputs, outputs):
+        """Lower loosely if the program can do with that (`pin.may_be_loose`).
+
+        Args:
+            outputs: the shardings of its outputs.
+        """
+        known = [x.sharding for x in pytree.tree_leaves(inputs) if isinstance(x, jax.Array)]
+        if frame is not None and pin.may_be_loose(jaxpr, frame.jax_mesh, [*known, *outputs]):
             self.context = pin.loose
 
     def attempt(self, run: Callable[[], T], *anew: Callable[[], T]) -> T:

@@ -18,15 +18,11 @@ from xla_dtensor.compilation.call.sources import (
     ArraySource,
     HostSource,
     Source,
-    StateSource,
 )
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.trace.numbers import values_of
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.runtime import arrays
-
-# Sources that have an input each; numbers and random state share one (`_words`).
-INPUTS = (ArraySource, HostSource)
 
 _NO_WORDS = np.empty(0, dtype=np.uint32)
 
@@ -79,10 +75,7 @@ class Inputs:
         """The ids of the storages that are the same in each call, of those that it only writes,
         too."""
         return frozenset(
-            id(storage)
-            for source in self._slots
-            if isinstance(source, StateSource)
-            for storage in source.storages
+            id(storage) for source in self._slots if source.is_fixed for storage in source.storages
         )
 
     @property
@@ -102,11 +95,11 @@ class Inputs:
 
     def shardings(self, groups: Sequence[Any]) -> list[Any]:
         """Where the constants lie that are inputs; None for those that the program makes."""
-        given = (self.of(s, groups) if isinstance(s, INPUTS) else None for s in self._sources)
+        given = (self.of(s, groups) if s.is_input else None for s in self._sources)
         return [getattr(array, "sharding", None) for array in given]
 
     def of(self, source: Source, groups: Sequence[Any]) -> Any:
-        """The input that a source is, one of `INPUTS`."""
+        """The input that a source is (`Source.is_input`)."""
         group, position = self._places[source]
         return groups[group][position]
 

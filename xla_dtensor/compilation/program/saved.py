@@ -134,7 +134,7 @@ class Executables(Cache[Any, Any]):
 
 
 def compiled_for_file(program: Any, options: dict[str, Any]) -> Written:
-    """A program that was lowered alone (`StepTraces.looked_at`), compiled, as `write` takes it."""
+    """A program that was lowered alone (`CompiledStep.looked_at`), compiled: what `write` takes."""
     frame, executable = program.frame, program.executable
     text, _ = text_of(executable.lowered)
     if frame is not None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import executor
+from xla_dtensor.compilation.trace.external_tensors import without_hooks
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
@@ -126,7 +127,7 @@ class History:
         inputs = [outside.get() for outside in self.inputs]
         trace.differentiating, trace.shown = True, shown
         try:
-            with _without_hooks(inputs):
+            with without_hooks(inputs):  # they are called when the gradient gets there
                 found = self._gradients(tensors, inputs, grads)
         finally:
             trace.differentiating = False
@@ -193,25 +194,6 @@ def is_view_by_torch(view: Any, root: Any) -> bool:
             return False
         node = before[0]
     return False
-
-
-class _without_hooks:
-    """For a block, the hooks of tensors aren't called: they are when the gradient gets there."""
-
-    def __init__(self, tensors: list[Any]) -> None:
-        self._tensors = tensors
-
-    def __enter__(self) -> None:
-        self._saved = []
-        for tensor in self._tensors:
-            hooks = tensor._backward_hooks
-            if hooks:
-                self._saved.append((hooks, dict(hooks)))
-                hooks.clear()
-
-    def __exit__(self, *exc_info: object) -> None:
-        for hooks, saved in self._saved:
-            hooks.update(saved)
 
 
 def _laid_out(leaf: Any, grad: Any) -> Any:

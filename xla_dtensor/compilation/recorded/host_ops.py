@@ -46,7 +46,7 @@ from xla_dtensor.compilation.recorded.host_program import (
     values_in,
     written_by,
 )
-from xla_dtensor.compilation.trace.host_reads import HostReads, is_on_host
+from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_on_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
@@ -56,10 +56,7 @@ _Symbolic = torch.SymFloat | torch.SymInt
 
 _ATEN = torch.ops.aten
 
-# Reductions to one value: their shape doesn't depend on the number of elements.
-_OF_ANY_SIZE = frozenset(
-    getattr(_ATEN, name).default for name in ("sum", "mean", "max", "min", "any", "all", "prod")
-)
+_OF_ANY_SIZE = frozenset(getattr(_ATEN, name).default for name in OF_ANY_SIZE)
 
 
 class HostOperations(TorchDispatchMode):

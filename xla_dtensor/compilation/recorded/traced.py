@@ -15,24 +15,20 @@ from xla_dtensor.base import executor, interrupts, jax_private, torch_private
 from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
 from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.asked_ids import AskedIds
 from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
 from xla_dtensor.compilation.code.installed import CodeRecorder, users_code
-from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.threads import none_started
-from xla_dtensor.compilation.objects.carried import each_once
-from xla_dtensor.compilation.objects.flatten import MadeObjects
-from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
+from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.checkpoint_saving import unseen_by_checkpoint
-from xla_dtensor.compilation.trace.norms import CumulativeNorms
+from xla_dtensor.compilation.trace.norms import cumulative_norms
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft, end_numbers
 from xla_dtensor.compilation.trace.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers
@@ -83,41 +79,27 @@ class Traced:
         fixed: bool,
         unmet: Sequence[FunctionType],
     ) -> None:
-        caller = arguments.given
-        arguments = caller.without_history()
-        self._cut = [
-            mine
-            for mine, theirs in zip(arguments.tensors, caller.tensors, strict=True)
-            if mine is not theirs
-        ]
+        start = Start(function, arguments, dynamic, carried, recorder, fixed, unmet)
+        self.names_of_carried, self.fixed = carried, fixed
+        self.dynamic, self.carried = start.dynamic, start.carried
         self.kept: frozenset[str] = frozenset()
-        if torch_private.parametrizations_are_cached():
-            raise DataDependentError(
-                "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
-                "keep what exists only while the step is traced; enter it inside of the step"
-            )
-        self._roots: list[tuple[str, Any]] = [
-            ("the step", function),
-            *arguments.roots(),
-            *active_modes(),
-            *saving_hooks(),
-            *((f"{describe(function)}, which the step runs", function) for function in unmet),
-        ]
-        self.names_of_carried = carried
-        self._executed, self.fixed = recorder.executed(), fixed
-        watch = Watch(self._roots, carried, self._executed, expecting=True, fixed=fixed)
+        self._roots, self._executed, self._call = start.roots, start.executed, start.call
+        self._begin(start, positions, recorder)
+        try:
+            closed = self._run(function, start, recorder)
+            self._keep_tensors(start)
+            self._look_at_what_ran(start, recorder)
+            self.frame = self.trace.frame
+            self.jaxpr = jax_private.jaxpr_of(closed)
+            self.inputs = TracedInputs(self.outputs, start.arguments, self.watch, closed.consts)
+        except BaseException:
+            self._abandon(start.surroundings)
+            raise
+
+    def _begin(self, start: Start, positions: Positions | None, recorder: CodeRecorder) -> None:
+        """Make what is told while the step's Python runs."""
+        watch, arguments = start.watch, start.arguments
         reached, names = watch.reached, watch.names
-        reads = names.reads
-        caller.check_reads(reads)
-        self.carried = each_once(reached.carried)
-        call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
-        assert call is not None and now is not None  # the walk has read each place
-        self._call, arguments = call, now
-        self.dynamic = dynamic | arguments.carried_numbers()
-        if self.dynamic and names.asks_types:
-            raise NumberLeft("the step asks for the type() of numbers")
-        watch.remember_caches()
-        surroundings = PlacesBefore(watch, arguments)
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         trace.positions = positions
         self.schedulers = DeferredSchedulers()
@@ -129,108 +111,112 @@ class Traced:
             self.schedulers,
             names.feeds,
             names.feeds_groups,
-            surroundings.planted,
+            start.surroundings.planted,
         )
-        self.host = trace.host = HostOperations(trace, arguments, call, names.asks_types)
-        given = set(map(id, arguments.tensors))
-        ids = AskedIds(arguments, names.calls("id"))
+        self.host = trace.host = HostOperations(trace, arguments, start.call, names.asks_types)
+
+    def _run(self, function: Callable[..., Any], start: Start, recorder: CodeRecorder) -> Any:
+        """Run the step's Python on tracers: its jaxpr, with the arrays that it has closed over."""
+        watch, trace = start.watch, self.trace
 
         def traced() -> list[Any]:
-            numbers = self._numbers(trace, arguments)
-            args, kwargs = arguments.for_trace(numbers, surroundings.put, reads)
-            for place, value in arguments.with_carried_numbers(self.carried, numbers):
-                surroundings.plant(place, value)
-            del numbers
-            computing = MathOfNumbers()
-            with self.host, self.schedulers, self.hooks, CumulativeNorms(), computing, ids:
-                out = _call(function, args, kwargs)
-            if arguments.is_spoilt():
-                raise DataDependentError(
-                    "the step writes to an array that it was given as an argument, or changes an "
-                    "object there that torch's pytree takes apart, which would happen when it is "
-                    "traced, not in every call; return it instead"
-                )
-            result = [out]
-            del out, args, kwargs
-            return self._end_of_trace(surroundings, arguments, watch, result)
+            result = [self._call_python(function, start)]
+            return self._end_of_trace(start, result)
 
         was_compiling = torch_private.set_compiling(True)
         try:
-            try:
-                with (
-                    none_drawn(reached.random_sources),
-                    nothing_consumed(watch),
-                    none_started(trace, reached.shared),
-                    NewObjects() as new,
-                    unseen_by_checkpoint(),
-                    executor.running(trace),
-                    torch.autograd.set_multithreading_enabled(False),
-                    jax.enable_x64(True),
-                    recorder.recording(names.meets_installed, reached.codes),
-                ):
-                    self._made = MadeObjects(
-                        new,
-                        surroundings.holds,
-                        lambda t: id(t) not in reached.tensors and id(t) not in given,
-                        surroundings.memory(),
-                    )
-                    closed = in_context_of_its_own(jax.make_jaxpr(traced))
-                    arguments.end_trace()
-                    if any(number() is not None for number in trace.python_numbers):
-                        raise NumberLeft("the step leaves a number where it isn't seen")
-            finally:
-                torch_private.set_compiling(was_compiling)
-                self._undo_trace()
-            numbered = enumerate(arguments.tensors)
-            free = {id(t): i for i, t in numbered if id(t) not in reached.tensors}
-            for tensor in self._cut:
-                outside = trace.outside.get(id(tensor))
-                if outside is not None:
-                    outside.is_leaf = False  # to the caller it has a history
-            leaf_of = {
-                id(leaf.grad): leaf
-                for leaf in trace.outside.values()
-                if leaf.grad is not None and id(leaf.grad) not in reached.tensors
-            }
-            self.outside = [
-                o
-                for o in trace.outside.values()
-                if o.keep(free.get(id(o.get())), leaf_of.get(id(o.get())))
-            ]
-            # Tensors that the program doesn't use; the step's Python may have read `requires_grad`.
-            used = set(map(id, trace.outside.values()))
-            others = [(t, o) for t, o in trace.before.values() if id(o) not in used]
-            self.others = [
-                o
-                for t, o in others
-                if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
-            ]
-            self._executed = recorder.executed()
-            self.unforeseen = recorder.grown and not (
-                Watch(self._roots, carried, self._executed, True, fixed=fixed).keys_of_places()
-                <= watch.keys_of_places()
+            with (
+                none_drawn(watch.reached.random_sources),
+                nothing_consumed(watch),
+                none_started(trace, watch.reached.shared),
+                NewObjects() as new,
+                unseen_by_checkpoint(),
+                executor.running(trace),
+                torch.autograd.set_multithreading_enabled(False),
+                jax.enable_x64(True),
+                recorder.recording(watch.names.meets_installed, watch.reached.codes),
+            ):
+                self._made = start.made_objects(new)
+                closed = in_context_of_its_own(jax.make_jaxpr(traced))
+                start.arguments.end_trace()
+                if any(number() is not None for number in trace.python_numbers):
+                    raise NumberLeft("the step leaves a number where it isn't seen")
+            return closed
+        finally:
+            torch_private.set_compiling(was_compiling)
+            self._undo_trace()
+
+    def _call_python(self, function: Callable[..., Any], start: Start) -> Any:
+        """What the step's Python returns, given tensors and numbers of the trace."""
+        arguments, surroundings = start.arguments, start.surroundings
+        numbers = self._numbers(arguments)
+        args, kwargs = arguments.for_trace(numbers, surroundings.put, start.watch.names.reads)
+        for place, value in arguments.with_carried_numbers(self.carried, numbers):
+            surroundings.plant(place, value)
+        del numbers
+        computing = MathOfNumbers()
+        with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
+            out = _call(function, args, kwargs)
+        if arguments.is_spoilt():
+            raise DataDependentError(
+                "the step writes to an array that it was given as an argument, or changes an "
+                "object there that torch's pytree takes apart, which would happen when it is "
+                "traced, not in every call; return it instead"
             )
-            stepped, before = list(self.hooks.stepped.values()), len(self._roots)
-            self._roots += [(s.name, s) for s in stepped]  # with state that the step has made
-            for key, optimizer in reached.optimizers.items():
-                if "state" in names.attributes and key not in self.hooks.stepped:
-                    self._roots.append((type(optimizer).__name__, ReadState(optimizer)))
-            watch.check()
-            self._roots += watch.made_meanwhile()
-            self._ran = recorder.ran
-            same = len(self._roots) == before and not names.meets_installed
-            same = same and (self._ran is None or not users_code(reached.codes - self._ran))
-            self.watch = watch if same else self.look_again(watch)
-            self.watch.remember_caches()
-            objects = call.objects()
-            self.asked = [(i, objects[i]) for i in sorted(ids.found)]
-            self.frame = trace.frame
-            self.jaxpr = jax_private.jaxpr_of(closed)
-            self.inputs = TracedInputs(self.outputs, arguments, self.watch, closed.consts)
-            self._cut = []
-        except BaseException:
-            self._abandon(surroundings)
-            raise
+        return out
+
+    def _keep_tensors(self, start: Start) -> None:
+        """Of the tensors from outside those whose state is compared before each call."""
+        trace, tensors = self.trace, start.arguments.tensors
+        free = {id(t): i for i, t in enumerate(tensors) if not start.finds(t)}
+        for tensor in start.cut:
+            outside = trace.outside.get(id(tensor))
+            if outside is not None:
+                outside.is_leaf = False  # as it is for the caller
+        leaf_of = {
+            id(leaf.grad): leaf
+            for leaf in trace.outside.values()
+            if leaf.grad is not None and not start.finds(leaf.grad)
+        }
+        self.outside = [
+            o
+            for o in trace.outside.values()
+            if o.keep(free.get(id(o.get())), leaf_of.get(id(o.get())))
+        ]
+        # Others, of which the step's Python may have read `requires_grad`.
+        used = set(map(id, trace.outside.values()))
+        others = [(t, o) for t, o in trace.before.values() if id(o) not in used]
+        self.others = [
+            o
+            for t, o in others
+            if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
+        ]
+
+    def _look_at_what_ran(self, start: Start, recorder: CodeRecorder) -> None:
+        """What the step's Python can read, now that it is known which code has run, and what state
+        its optimizers have made."""
+        watch, roots = start.watch, self._roots
+        reached, names = watch.reached, watch.names
+        self._executed, self._ran = recorder.executed(), recorder.ran
+        self.unforeseen = recorder.grown and not (
+            Watch(
+                roots, self.names_of_carried, self._executed, True, fixed=self.fixed
+            ).keys_of_places()
+            <= watch.keys_of_places()
+        )
+        before = len(roots)
+        roots += [(stepped.name, stepped) for stepped in self.hooks.stepped.values()]
+        for key, optimizer in reached.optimizers.items():
+            if "state" in names.attributes and key not in self.hooks.stepped:
+                roots.append((type(optimizer).__name__, ReadState(optimizer)))
+        watch.check()
+        roots += watch.made_meanwhile()
+        same = len(roots) == before and not names.meets_installed
+        same = same and (self._ran is None or not users_code(reached.codes - self._ran))
+        self.watch = watch if same else self.look_again(watch)
+        self.watch.remember_caches()
+        objects = start.call.objects()
+        self.asked = [(i, objects[i]) for i in sorted(start.ids.found)]
 
     def take_call(self) -> Arguments:
         """The arguments, with what is carried; once, since a program doesn't keep them alive."""
@@ -274,22 +260,22 @@ class Traced:
         for storage, _ in self.outputs.left:
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
-    def _numbers(self, trace: StepTrace, arguments: Arguments) -> dict[int, Any]:
+    def _numbers(self, arguments: Arguments) -> dict[int, Any]:
         names = arguments.names_of_numbers() if self.dynamic else {}
         found = {}
         for i in sorted(self.dynamic):
             read = functools.partial(_number_of, i)
-            found[i] = like_a_number(trace.numbers.as_input(read, arguments.numbers[i], names[i]))
+            found[i] = like_a_number(
+                self.trace.numbers.as_input(read, arguments.numbers[i], names[i])
+            )
         return found
 
-    def _end_of_trace(
-        self, surroundings: PlacesBefore, arguments: Arguments, watch: Watch, result: list[Any]
-    ) -> list[Any]:
+    def _end_of_trace(self, start: Start, result: list[Any]) -> list[Any]:
         """Called when the step's Python has run, while the trace still goes on: the arrays that the
         program returns."""
-        trace = self.trace
+        trace, surroundings, watch = self.trace, start.surroundings, start.watch
         self.hooks.check()
-        if any(grad_of(tensor) is not None for tensor in self._cut):
+        if any(grad_of(tensor) is not None for tensor in start.cut):
             raise DataDependentError(
                 "backward() in the compiled step reaches an argument that was computed before it: "
                 "it would go on there when the step is traced, and in no later call; compute that "
@@ -306,7 +292,7 @@ class Traced:
         objects = self._made
         flat, outputs.tree = objects.flatten(result.pop())
         history = History(trace)
-        made = OutputRecipes(outputs, arguments, watch, history)
+        made = OutputRecipes(outputs, start.arguments, watch, history)
         effects = self.effects = TracedEffects(trace, surroundings, self.names_of_carried)
         made.histories([*flat, *effects.left_in_places(objects)])
         outputs.results = list(map(made.result, flat))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,19 +54,28 @@ class TracedInputs:
     def __init__(
         self, outputs: TracedOutputs, arguments: Arguments, watch: Watch, constants: list[Any]
     ) -> None:
-        trace = outputs.trace
-        by_id: dict[int, Source] = {}
-        grads = {
-            id(outside.grad._storage_): outside
-            for outside in trace.outside.values()
-            if outside.grad is not None and outside.takes_gradient
+        self._sort_arguments(arguments, watch)
+        self.slots: list[ArraySource] = []
+        by_id = {
+            id(array): source
+            for array, source in (
+                *self._of_storages(outputs, arguments, watch),
+                *_of_other_values(outputs),
+            )
         }
+        self.sources = [by_id.get(id(const)) or _constant(const, watch) for const in constants]
+        self.reads = list(self._read_memory(outputs, arguments))
+        for source in self.slots:
+            source.forget()
+        outputs.forget_trace()
+
+    def _sort_arguments(self, arguments: Arguments, watch: Watch) -> None:
+        """Which arguments are what the step finds elsewhere, too: they are what is found there."""
         of_arguments: dict[int, int] = {}
         for i, tensor in enumerate(arguments.tensors):
             if isinstance(tensor, Ours):
                 of_arguments.setdefault(id(tensor._storage_), i)
-        # An argument or gradient that is also reached by name counts as the tensor reached.
-        found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
+        found = _storages_found(watch)
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
@@ -82,66 +92,92 @@ class TracedInputs:
             for i, tensor in enumerate(arguments.tensors)
             if id(tensor) in watch.reached.tensors and not isinstance(tensor, Ours)
         )
-        self.slots: list[ArraySource] = []
-        source: ArraySource
-        self.reads: list[tuple[Any, Any]]
+
+    def _of_storages(
+        self, outputs: TracedOutputs, arguments: Arguments, watch: Watch
+    ) -> Iterator[tuple[Any, Source]]:
+        """The arrays of storages from outside, with their sources."""
+        trace, written = outputs.trace, outputs.written
+        of_arguments = {id(arguments.tensors[i]._storage_): i for i in self.free_arguments}
+        found = _storages_found(watch)
+        grads = {
+            id(outside.grad._storage_): outside
+            for outside in trace.outside.values()
+            if outside.grad is not None and outside.takes_gradient
+        }
         counters: dict[int, list[ExternalStorage]] = {}
         for captured in outputs.captured:
             storage = captured.storage
             if storage is None:
-                by_id[id(captured.array)] = FilledSource(captured.form, captured.fill_value)
+                yield captured.array, FilledSource(captured.form, captured.fill_value)
                 continue
             if trace.numbers.is_counter(captured.array):
                 counters.setdefault(id(captured.array), []).append(captured)
                 continue
-            key, source = id(storage), StateSource((storage,), captured.form)
-            if key in of_arguments and key not in found:
+            source: ArraySource
+            key = id(storage)
+            if key in of_arguments:
                 source = ArgumentSource(of_arguments[key], storage, captured.form)
             elif key in grads and key not in found:
                 source = GradientSource(grads[key], storage, captured.form)
-            if id(captured) in outputs.written:
-                source.writes.append((outputs.written[id(captured)], (storage,)))
-            by_id[id(captured.array)] = source
-            self.slots.append(source)
-        for group in counters.values():
-            alive = [(c, c.storage) for c in group if c.storage is not None]
-            if not alive:
-                by_id[id(group[0].array)] = FilledSource(group[0].form, group[0].fill_value)
-                continue
-            source = StateSource(tuple(storage for _, storage in alive), group[0].form)
-            parts: dict[int, list[Storage]] = {}
-            for captured, storage in alive:
-                if id(captured) in outputs.written:
-                    parts.setdefault(outputs.written[id(captured)], []).append(storage)
-            source.writes = [(index, tuple(members)) for index, members in parts.items()]
-            by_id[id(group[0].array)] = source
-            self.slots.append(source)
-        for _, array, host in trace.host_arrays.values():
-            by_id[id(array)] = (
-                ConstantSource(array) if host is None else HostSource(outputs.host.reader(host))
-            )
-        for i, number in enumerate(trace.numbers.inputs):
-            by_id[id(number.array)] = NumberSource(i, number.integer)
-        by_id[id(trace.rng_words)] = GeneratorSource(len(trace.numbers.inputs))
-        if outputs.history is not None:
-            for i, array in enumerate(outputs.history.cotangents):
-                by_id[id(array)] = CotangentSource(i)
-        self.sources = [by_id.get(id(const)) or _constant(const, watch) for const in constants]
-        found_by = {id(s): source for source in self.slots for s in source.storages}
-        of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
-        self.reads = []
-        for memory, outside in trace.reads:
-            where: Any
-            if isinstance(memory, int):  # the id of a storage that the step made
-                where = outputs.shown[memory]
-            elif isinstance(memory, torch.Tensor) and not outputs.host.computes(memory):
-                where = of_host.get(id(memory), memory)
             else:
-                where = found_by.get(id(memory))
-            self.reads.append((where, outside))
-        for source in self.slots:
-            source.forget()
-        outputs.forget_trace()
+                source = StateSource((storage,), captured.form)
+            if id(captured) in written:
+                source.writes.append((written[id(captured)], (storage,)))
+            self.slots.append(source)
+            yield captured.array, source
+        for group in counters.values():
+            yield group[0].array, self._of_counters(group, written)
+
+    def _of_counters(self, group: list[ExternalStorage], written: dict[int, int]) -> Source:
+        """The source of step counts that are one array."""
+        alive = [(c, c.storage) for c in group if c.storage is not None]
+        if not alive:
+            return FilledSource(group[0].form, group[0].fill_value)
+        source = StateSource(tuple(storage for _, storage in alive), group[0].form)
+        parts: dict[int, list[Storage]] = {}
+        for captured, storage in alive:
+            if id(captured) in written:
+                parts.setdefault(written[id(captured)], []).append(storage)
+        source.writes = [(index, tuple(members)) for index, members in parts.items()]
+        self.slots.append(source)
+        return source
+
+    def _read_memory(
+        self, outputs: TracedOutputs, arguments: Arguments
+    ) -> Iterator[tuple[Any, Any]]:
+        """What `reads` has: per mark the memory, and the tensor that it was read through."""
+        by_storage = {id(s): source for source in self.slots for s in source.storages}
+        of_host = {id(t): i for i, t in enumerate(arguments.tensors)}
+        for memory, outside in outputs.trace.reads:
+            if isinstance(memory, int):  # the step's own
+                yield outputs.shown[memory], outside
+            elif isinstance(memory, torch.Tensor) and not outputs.host.computes(memory):
+                yield of_host.get(id(memory), memory), outside
+            else:
+                yield by_storage.get(id(memory)), outside
+
+
+def _storages_found(watch: Watch) -> set[int]:
+    """The ids of the storages that the step finds elsewhere than among its arguments."""
+    return {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
+
+
+def _of_other_values(outputs: TracedOutputs) -> Iterator[tuple[Any, Source]]:
+    """Arrays that are no storage's, with their sources: CPU tensors, numbers, the generator's
+    state, cotangents."""
+    trace, numbers = outputs.trace, outputs.trace.numbers.inputs
+    for _, array, host in trace.host_arrays.values():
+        yield (
+            array,
+            ConstantSource(array) if host is None else HostSource(outputs.host.reader(host)),
+        )
+    for i, number in enumerate(numbers):
+        yield number.array, NumberSource(i, number.integer)
+    yield trace.rng_words, GeneratorSource(len(numbers))
+    if outputs.history is not None:
+        for i, array in enumerate(outputs.history.cotangents):
+            yield array, CotangentSource(i)
 
 
 def _constant(const: Any, watch: Watch) -> Source:

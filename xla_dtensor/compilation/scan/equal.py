@@ -18,7 +18,9 @@ from torch import nn
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import current_backward, pytree, top_saved_tensors_hooks
-from xla_dtensor.compilation.scan.equal_layers import HOOKS, changed, equal_to_first, same_value
+from xla_dtensor.compilation.code.patched import patched
+from xla_dtensor.compilation.code.reflection import HOOKS
+from xla_dtensor.compilation.scan.equal_layers import changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan.loop import Layers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
@@ -59,12 +61,9 @@ def scan_equal_layers(
         chains.meet(module)
         return original(module, *args, **kwargs)
 
-    nn.Module.__call__ = call
-    try:
+    with patched(nn.Module, "__call__", call):
         yield
         chains.end()
-    finally:
-        nn.Module.__call__ = original
 
 
 class _Chains:

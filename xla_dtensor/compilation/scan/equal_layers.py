@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, own_of
+from xla_dtensor.compilation.code.reflection import HOOKS, all_slots_of, dict_of, own_of
 from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.kinds import kind_of
 from xla_dtensor.compilation.objects.places import MISSING
@@ -20,7 +20,6 @@ from xla_dtensor.tensors.of_form import Ours
 # What every module has besides `training`: its parts and hooks, which are compared otherwise.
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 _EMPTY = types.CellType()
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Any]:

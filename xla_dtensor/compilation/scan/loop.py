@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,8 +42,10 @@ from xla_dtensor.compilation.scan.equal_layers import (
     tensors_of,
 )
 from xla_dtensor.compilation.scan.kept import Residuals, to_devices, to_host
+from xla_dtensor.compilation.trace.external_tensors import without_hooks
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh.memories import check_host_memory
 from xla_dtensor.tensors.of_form import Ours, new_tensor
@@ -256,101 +258,113 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_each: Any) -> Any:
-        layers, form = ctx.layers, ctx.form
+        layers = ctx.layers
         _ = ctx.saved_tensors  # raises torch's error if the graph has been freed
         layers.check_unchanged()
-        needs_x = ctx.needs_input_grad[1]
-        count = len(layers.others)
-        needs_others = ctx.needs_input_grad[2 : 2 + count]
-        own = layers.tensors[0]
-        unused: set[int] = set()
+        loop = _Backward(layers, ctx.form, ctx.needs_input_grad[1 : 2 + len(layers.others)])
+        return (None, *loop.run(ctx.kept, ctx.stacked, of_each))
 
-        def body(carry: Any, xs: Any) -> Any:
-            dy, sums = carry
-            kept, slices, words, *of_result = xs
-            dy = sum(of_result, dy)
-            value, *saved = to_devices(kept) if layers.offload else kept
-            if layers.residuals is None:
-                # As under jax.checkpoint: XLA isn't to take the forward and the backward of a
-                # layer apart. It would fold a reshape into one of them, say, and gather its
-                # weight twice.
-                dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
-            with contextlib.ExitStack() as inside:
-                inside.enter_context(layers.in_body(slices, words))
-                inside.enter_context(torch.enable_grad())
-                x = new_tensor(value, form).requires_grad_(True)
-                others = layers.apart(needs_others)
-                if layers.residuals is not None:
-                    inside.enter_context(layers.residuals.given(saved))
-                y = layers.layer(x, others)
-                wanted = [t for t, n in zip(others, needs_others, strict=True) if n]
-                leaves = [x, *wanted, *(t for t in own if t.requires_grad)]
-                _check_leaves(y, leaves)
-                like = whole_sums(fresh(y._form))
-                given = new_tensor(of_form(dy, form, like), like)
-                inside.enter_context(_unhooked([x, *own]))
-                grads = list(torch.autograd.grad(y, leaves, given, allow_unused=True))
-                arrays = []
-                for i, (leaf, g) in enumerate(zip(leaves, grads, strict=True)):
-                    leaf_form = fresh(leaf._form)
-                    if g is None:
-                        unused.add(i)
-                        arrays.append(jnp.zeros(logical_shape(leaf_form), leaf_form.jax_dtype))
-                    else:
-                        arrays.append(in_form(g, leaf_form))
-            dx, *rest = arrays
-            sums = [s + g for s, g in zip(sums, rest[: len(sums)], strict=True)]
-            return (dx, sums), rest[len(sums) :]
 
+class _Backward:
+    """The second loop: what each layer's backward pass gives.
+
+    Args:
+        form: of what a layer takes and gives.
+        needs_grad: whether what the first layer takes needs a gradient, and which arguments do.
+    """
+
+    def __init__(self, layers: Layers, form: Form, needs_grad: tuple[bool, ...]) -> None:
+        self._layers, self._form = layers, form
+        self._needs_x, self._needs_others = needs_grad[0], needs_grad[1:]
+        self._wanted = [i for i, needs in enumerate(self._needs_others) if needs]
+        self._own = [i for i, t in enumerate(layers.tensors[0]) if t.requires_grad]
+        # Of x, the arguments and a layer's tensors, in this order, those without a gradient.
+        self._unused: set[int] = set()
+
+    def run(self, kept: Any, stacked: list[Any], of_each: Any) -> list[Any]:
+        """The gradients of what the first layer takes, of the arguments, and of the tensors of
+        each layer; None where there is none.
+
+        Args:
+            kept: what the first loop has kept of each layer.
+            stacked: the tensors of the layers.
+            of_each: the gradients of the results.
+        """
+        layers, form = self._layers, self._form
         with jax.enable_x64(True):
-            wanted = [t for t, n in zip(layers.others, needs_others, strict=True) if n]
-            zeros = [jnp.zeros(logical_shape(fresh(t._form)), t._form.jax_dtype) for t in wanted]
+            forms = [fresh(layers.others[i]._form) for i in self._wanted]
+            zeros = [jnp.zeros(logical_shape(of), of.jax_dtype) for of in forms]
             nothing = jnp.zeros(logical_shape(form), form.jax_dtype)
             *middle, of_end = (nothing if g is None else in_form(g, form) for g in of_each)
             # Gradients of layers' results that something besides the next layer has used.
             used = any(g is not None for g in of_each[:-1])
             of_results = [stack(form, *middle, nothing)] if used else []
             (dx, sums), per_layer = jax.lax.scan(
-                body,
+                self._layer,
                 (of_end, zeros),
-                (ctx.kept, ctx.stacked, layers.words(), *of_results),
+                (kept, stacked, layers.words(), *of_results),
                 length=layers.count,
                 reverse=True,
             )
             # Per tensor with a gradient its layers' gradients.
             apart = [unstack(array, layers.count) for array in per_layer]
-        found = iter(range(len(wanted)))
-        of_others = []
-        for tensor, needed in zip(layers.others, needs_others, strict=True):
-            i = next(found) if needed else None
-            gone = i is None or 1 + i in unused
-            of_others.append(None if gone else new_tensor(sums[i], fresh(tensor._form)))
-        of_own: list[Any] = []
-        with_grad = [i for i, tensor in enumerate(own) if tensor.requires_grad]
+        of_others: list[Any] = [None] * len(layers.others)
+        for position, (i, total) in enumerate(zip(self._wanted, sums, strict=True), 1):
+            if position not in self._unused:
+                of_others[i] = new_tensor(total, fresh(layers.others[i]._form))
+        of_own, first = list[Any](), 1 + len(self._wanted)
         for layer in range(layers.count):
-            grads: list[Any] = [None] * len(own)
-            for position, i in enumerate(with_grad):
-                if 1 + len(wanted) + position not in unused:
+            grads: list[Any] = [None] * len(layers.forms)
+            for position, i in enumerate(self._own):
+                if first + position not in self._unused:
                     grads[i] = new_tensor(apart[position][layer], layers.forms[i])
             of_own += grads
-        of_x = new_tensor(dx, form) if needs_x and 0 not in unused else None
-        return (None, of_x, *of_others, *of_own)
+        of_x = new_tensor(dx, form) if self._needs_x and 0 not in self._unused else None
+        return [of_x, *of_others, *of_own]
 
+    def _layer(self, carry: Any, xs: Any) -> Any:
+        """One round, from the gradient of a layer's result to that of what it takes."""
+        (dy, sums), layers = carry, self._layers
+        kept, slices, words, *of_result = xs
+        dy = sum(of_result, dy)
+        value, *saved = to_devices(kept) if layers.offload else kept
+        if layers.residuals is None:
+            # As under jax.checkpoint: XLA isn't to take the forward and the backward of a
+            # layer apart. It would fold a reshape into one of them, say, and gather its
+            # weight twice.
+            dy, value, slices = jax.lax.optimization_barrier((dy, value, slices))
+        with layers.in_body(slices, words), torch.enable_grad():
+            dx, *rest = self._gradients(dy, value, saved)
+        sums = [s + g for s, g in zip(sums, rest[: len(sums)], strict=True)]
+        return (dx, sums), rest[len(sums) :]
 
-@contextlib.contextmanager
-def _unhooked(tensors: list[Any]) -> Iterator[None]:
-    """Let the hooks of tensors not run in a block. Those of the first layer's parameters would, in
-    the body of the loop, which is for all layers; each layer's own run where it gets its gradient.
-    What a layer is given has one that lays its gradient out as itself, which nobody asks for."""
-    hooks = [t._backward_hooks for t in tensors if t._backward_hooks]
-    before = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, own in zip(hooks, before, strict=True):
-            each.update(own)
+    def _gradients(self, dy: Any, value: Any, saved: list[Any]) -> list[Any]:
+        """The first layer again, and back: the gradients of ``value``, which it takes, of the
+        arguments, and of its own tensors; zeros where there is none."""
+        layers, form = self._layers, self._form
+        x = new_tensor(value, form).requires_grad_(True)
+        others = layers.apart(self._needs_others)
+        own, residuals = layers.tensors[0], layers.residuals
+        with contextlib.nullcontext() if residuals is None else residuals.given(saved):
+            y = layers.layer(x, others)
+            leaves = [x, *(others[i] for i in self._wanted), *(own[i] for i in self._own)]
+            _check_leaves(y, leaves)
+            like = whole_sums(fresh(y._form))
+            dy = new_tensor(of_form(dy, form, like), like)
+            # The hooks of the first layer's parameters would run in the body of the loop, which is
+            # for all layers; each layer's own run where it gets its gradient. What a layer is given
+            # has one that lays its gradient out as itself, which nobody asks for.
+            with without_hooks([x, *own]):
+                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        arrays = []
+        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            leaf_form = fresh(leaf._form)
+            if grad is None:
+                self._unused.add(i)
+                arrays.append(jnp.zeros(logical_shape(leaf_form), leaf_form.jax_dtype))
+            else:
+                arrays.append(in_form(grad, leaf_form))
+        return arrays
 
 
 def _check_leaves(result: torch.Tensor, known: list[Any]) -> None:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.compilation.step import counters
-from xla_dtensor.compilation.step.copied import Copied
+from xla_dtensor.compilation.step.copied import deep_copy, reduced
 
 logger = logging.getLogger("xla_dtensor")
 
 
-class BaseStep(Copied):
-    """A step: its name, that it can be a method, and its counts."""
+class BaseStep:
+    """A step: its name, that it can be a method, and its counts.
 
-    traces: int
-    compilations: int
-    recompilations: list[str]
+    Args:
+        function: the step's Python.
+        asked: with what else a copy is made.
+    """
+
     __call__: Callable[..., Any]
+    __deepcopy__ = deep_copy
+    __reduce__ = reduced
+
+    def __init__(self, function: Callable[..., Any], *asked: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._asked = function, asked
+        self.compilations = self.traces = 0
+        self.recompilations: list[str] = []
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from xla_dtensor.base import assertions, events, executor, interrupts, thread_state
+from xla_dtensor.base import assertions, events, executor, interrupts
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.call.retraces import ManyTraces
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
+from xla_dtensor.compilation.objects.readers import ReadsMore
+from xla_dtensor.compilation.program.guards import Mismatch
 from xla_dtensor.compilation.program.program import Program
 from xla_dtensor.compilation.program.saved import (
     Executables,
@@ -24,11 +27,14 @@ from xla_dtensor.compilation.program.saved import (
     read,
     write,
 )
+from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.audit import compare
+from xla_dtensor.compilation.step.base_step import BaseStep, logger
 from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
-from xla_dtensor.errors import CompiledFileError
+from xla_dtensor.compilation.trace.numbers import NumberChanged
+from xla_dtensor.errors import CompiledFileError, DataDependentError
 from xla_dtensor.execution import lazy
 from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import abstract
@@ -38,7 +44,7 @@ from xla_dtensor.runtime.program_cache import not_kept
 PROGRAMS = 256
 
 
-class CompiledStep(StepTraces):
+class CompiledStep(BaseStep):
     """A compiled step, which `compile` makes; call it like the function.
 
     Attributes:
@@ -63,11 +69,9 @@ class CompiledStep(StepTraces):
         buckets: Mapping[str, Any] | None = None,
         layouts: Literal["step", "torch"] = "step",
     ) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self._function = function
+        super().__init__(function, compiler_options, audit, checks, buckets, layouts)
         self._options = compiler_options
         self._audit = audit
-        self._asked = compiler_options, audit, checks, buckets, layouts
         self._lays_out = layouts == "step"
         self._checks = assertions.asking(checks)
         self._buckets = None if buckets is None else BucketedArguments(function, buckets)
@@ -77,21 +81,10 @@ class CompiledStep(StepTraces):
         name = f"compiled step {self._name()}"
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
         self._executables = Executables(f"{name}: programs", PROGRAMS, size=code_bytes)
+        self._traces = StepTraces(function, self._buckets)
+        # The call that ran last.
         self._last: tuple[Arguments, Program] | None = None
-        # Carried tensors, and carried numbers, by their names in messages.
-        self._carried: frozenset[str] = frozenset()
-        self._counted: frozenset[str] = frozenset()
-        # The attributes that its code is known to read; None: it may read any.
-        self._reads: frozenset[str] | None = frozenset()
-        # How much it takes from iterators among its arguments.
-        self._streams: dict[Any, list[tuple[int, bool]]] = {}
-        # State that can't be carried, and why.
-        self._not_carried: dict[str, Exception] = {}
-        self._left_alone: set[str] = set()
         self.clear_cache()
-        self.compilations = 0
-        self.traces = 0
-        self.recompilations: list[str] = []
 
     # The whole call, not `_call` alone: an interrupt before the lock is released would leave it
     # locked for all threads.
@@ -110,9 +103,9 @@ class CompiledStep(StepTraces):
         lazy.flush_all()
         with self._lock:
             if has_streams(args, kwargs):
-                made = functools.partial(Arguments, reads=self._reads, padding=padding)
+                made = functools.partial(Arguments, reads=self._traces.reads, padding=padding)
                 return call_with_streams(self._call, args, kwargs, made, self._streams)
-            return self._call(Arguments(args, kwargs, self._reads, padding))
+            return self._call(Arguments(args, kwargs, self._traces.reads, padding))
 
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
@@ -150,9 +143,45 @@ class CompiledStep(StepTraces):
             step = xd.compile(lambda x: x.sin())
             assert "sine" in step.lower(torch.ones(4, device="xla")).as_text() and step.traces == 0
         """
+        return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
+
+    def looked_at(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[Program], Any]
+    ) -> Any:
+        """What ``look`` sees of the program that a call with these arguments would run, which is
+        lowered and not compiled; nothing runs, changes or is counted. State that the step's
+        optimizer makes is there while it looks. `lower` and ``xd.plan`` are such looks.
+
+        Args:
+            args, kwargs: as of a call.
+            look: is given the program (`compilation.program.Program`).
+
+        Returns:
+            what ``look`` does.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            x = torch.ones(4, device="xla")
+            jaxpr = step.looked_at((x,), {}, lambda program: program.jaxpr)
+            assert "mul" in str(jaxpr) and step.traces == 0
+        """
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
-        return self.looked_at(args, kwargs, operator.attrgetter("lowered"))
+        lazy.flush_all()
+        with self._lock, tracing, self._checks, Seldom():
+            traces = self._traces.copy()
+            arguments = Arguments(args, kwargs, traces.reads)
+            try:
+                traced = traces.as_called(arguments, self._families)
+            except ReadsMore as more:
+                traces.read(more.reads)
+                traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
+            try:
+                return look(self._program(traced, traced.take_call(), None))
+            finally:
+                traced.undo()
 
     def layouts(self) -> str:
         """What the layouts of the program that ran last communicate, as they were chosen over the
@@ -195,10 +224,10 @@ class CompiledStep(StepTraces):
         """
         self._families.clear()
         self._executables.clear()
+        self._traces.forget()
         self._last = None
-        self._carried = self._counted = frozenset()
-        self._not_carried, self._left_alone = {}, set()
-        self._streams = {}
+        # How much it takes from iterators among its arguments.
+        self._streams: dict[Any, list[tuple[int, bool]]] = {}
         self._many = ManyTraces()
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
@@ -219,7 +248,7 @@ class CompiledStep(StepTraces):
         """
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
-        arguments = Arguments(args, kwargs, self._reads)
+        arguments = Arguments(args, kwargs, self._traces.reads)
         with self._lock:
             family = self._families.get(arguments.key) or Family()
             candidates = family.candidates(arguments)
@@ -229,7 +258,9 @@ class CompiledStep(StepTraces):
                 return None
             if self._last is None:
                 return "the step has not been called yet"
-            return reasons[0].why if reasons and reasons[0] else self._explain(arguments, family)
+            if reasons and reasons[0]:
+                return reasons[0].why
+            return family.explain(arguments, self._last)
 
     def compiled_programs(self) -> list[Any]:
         """The programs that exist, and what XLA made of the step.
@@ -268,8 +299,6 @@ class CompiledStep(StepTraces):
             assert step.traces == 0 and step.load_compiled("/tmp/step.xla", trusted=True) == 1
         """
         check_place(path)
-        if self._buckets is not None:
-            args, kwargs, _ = self._buckets.padded(args, kwargs)
         options = abstract.compiler_options(self._options)
         look = functools.partial(compiled_for_file, options=options)
         with not_kept():
@@ -303,9 +332,57 @@ class CompiledStep(StepTraces):
 
     # --- internals ---------------------------------------------------------------------------
 
+    def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
+        """Make a program and run it; ``missed`` says why the first one that there was doesn't
+        fit."""
+        why = family.explain(arguments, self._last) if missed is None else missed.why
+        with tracing, self._checks:
+            try:
+                traced = self._traces.made(arguments, family, missed)
+            except ReadsMore as more:
+                self._traces.read(more.reads)
+                given = arguments.args, arguments.kwargs
+                return self._call(Arguments(*given, self._traces.reads, arguments.padding))
+        self._traces.compare_what_it_assigns(traced, missed.paths if missed else frozenset())
+        call = traced.take_call()
+        made: Program | None = None
+        try:
+            made = program = self._program(traced, call, self._executables)
+            result = program.run(call)
+        except BaseException as error:
+            if made is None or not program.launched:
+                traced.undo(error)
+            else:  # a scheduler's step: the program has done what it had to
+                self._keep(program, call, family)
+            if isinstance(error, NumberChanged):
+                raise DataDependentError(
+                    f"the step changes a number that it takes as an input ({error}): do that "
+                    "outside of the compiled step"
+                ) from error
+            raise
+        family.last = dict(arguments.numbers)
+        self._count(program.executable.is_new, why)
+        self._keep(program, call, family)
+        told = self._many.message(why, missed.decided if missed else None)
+        if told is not None:
+            logger.warning("xla_dtensor: %s %s", self._name(), told)
+        return result
+
+    def _program(
+        self, traced: Traced, arguments: Arguments, executables: Cache[Any, Any] | None
+    ) -> Program:
+        return Program(traced, arguments, executables, self._options, self._lays_out)
+
+    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
+        family.keep(program, call)
+        for other in self._families.values():
+            for programs in other.programs.values():
+                programs.succeeded(program)
+        self._last = call, program
+
     def _look_again(self, program: Program, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            with thread_state.tracing, self._checks:
+            with tracing, self._checks:
                 compare(self._name(), self._function, program.traced, arguments)

@@ -1,4 +1,4 @@
-"""Copying and pickling of compiled steps."""
+"""Copies of compiled steps, and steps pickled: made of the function anew, without programs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ import sys
 from typing import Any
 
 
-class Copied:
-    """A step that is made of its function and a few settings. Copies have no programs yet."""
+def deep_copy(step: Any, memo: dict[int, Any]) -> Any:
+    """A step of its own of a copy of the function: that of a method is of a copied object."""
+    other = type(step)(copy.deepcopy(step._function, memo), *step._asked)
+    memo[id(step)] = other
+    added = {name: value for name, value in vars(step).items() if name not in vars(other)}
+    vars(other).update(copy.deepcopy(added, memo))
+    return other
 
-    _function: Any
-    _asked: tuple[Any, ...]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A step of its own of a copy of the function: that of a method is of a copied object."""
-        make: Any = type(self)
-        other = make(copy.deepcopy(self._function, memo), *self._asked)
-        memo[id(self)] = other
-        added = {name: value for name, value in vars(self).items() if name not in vars(other)}
-        vars(other).update(copy.deepcopy(added, memo))
-        return other
-
-    def __reduce__(self) -> Any:
-        """By name, where its module has it (``@xd.compile``), else by the function."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for name in getattr(self, "__qualname__", "").split("."):
-            found = getattr(found, name, None)
-        if found is self:
-            return self.__qualname__
-        return _remade, (type(self), self._function, *self._asked)
+def reduced(step: Any) -> Any:
+    """By name, where its module has it (``@xd.compile``), else by the function."""
+    found: Any = sys.modules.get(getattr(step, "__module__", ""))
+    for name in getattr(step, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    if found is step:
+        return step.__qualname__
+    return _remade, (type(step), step._function, *step._asked)
 
 
 def _remade(cls: Any, *parts: Any) -> Any:

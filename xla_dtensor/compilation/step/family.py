@@ -148,3 +148,15 @@ class Family:
         if differ - self.dynamic:
             self.dynamic |= differ
             self.programs.clear()
+
+    def explain(self, arguments: Arguments, last: tuple[Arguments, Program] | None) -> str | None:
+        """Why there is no program for such arguments; ``last`` is the call that ran last."""
+        if last is None:
+            return None
+        if self.last is not None:
+            for i, name in arguments.names_of_numbers().items():
+                if i in self.last and exact(self.last[i]) != exact(arguments.numbers[i]):
+                    change = f"from {self.last[i]!r} to {arguments.numbers[i]!r}"
+                    return f"{name}: {change}{self.why_static}"
+        before, program = last
+        return (arguments.carrying(program.traced.carried) or arguments).difference(before)

@@ -8,7 +8,6 @@ be watched, and no program can be stale.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -62,17 +61,13 @@ class ReplayedStep(BaseStep):
     def __init__(
         self, function: Callable[..., Any], compiler_options: dict[str, Any] | None = None
     ) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self._function = function
+        super().__init__(function, compiler_options)
         self._options = compiler_options
-        self._asked = (compiler_options,)
         name = f"replayed step {self._name()}"
         self._programs: Cache[Any, list[ReplayedProgram | Refused]] = Cache(
             f"{name}: programs", SEQUENCES, size=lambda some: sum(one.size() for one in some)
         )
         self.clear_cache()
-        self.traces = self.compilations = 0
-        self.recompilations: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if executor.is_in_step():

@@ -1,4 +1,4 @@
-"""The traces of a compiled step: when it is traced again, with which inputs, and why."""
+"""How a compiled step is traced, and what its traces so far have told of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.base.tables.keys import exact
-from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import (
     BucketedArguments,
@@ -18,141 +16,72 @@ from xla_dtensor.compilation.call.buckets import (
     refuse_writes,
     shapes_of,
 )
-from xla_dtensor.compilation.call.retraces import ManyTraces
-from xla_dtensor.compilation.code.garbage import Seldom
-from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.program.guards import Mismatch
-from xla_dtensor.compilation.program.program import Program
-from xla_dtensor.compilation.program.saved import Executables
 from xla_dtensor.compilation.recorded.attempts import Attempt, trace
 from xla_dtensor.compilation.recorded.traced import Traced
-from xla_dtensor.compilation.step.base_step import BaseStep
+from xla_dtensor.compilation.step.base_step import name_of
 from xla_dtensor.compilation.step.family import Family
-from xla_dtensor.compilation.trace.numbers import Decision, NumberChanged
 from xla_dtensor.compilation.watch.effects import counter_refused, goes_on, is_counted_on
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.execution import lazy
 
 logger = logging.getLogger("xla_dtensor")
 
 
-class StepTraces(BaseStep):
-    """How a step comes to its programs; see `CompiledStep`."""
+class StepTraces:
+    """Traces a step, with what its traces so far have told of it.
 
-    _function: Callable[..., Any]
-    _options: dict[str, Any] | None
-    _lays_out: bool
-    _checks: Any
-    _buckets: BucketedArguments | None
-    _families: Cache[Any, Family]
-    _executables: Executables
-    _last: tuple[Arguments, Program] | None
-    _carried: frozenset[str]
-    _counted: frozenset[str]
-    _not_carried: dict[str, Exception]
-    _left_alone: set[str]
-    _many: ManyTraces
-    _reads: frozenset[str] | None
-    _lock: Any
-    _call: Callable[[Arguments], Any]
+    Args:
+        function: the step's Python.
+        buckets: what pads its arguments, if they are.
 
-    def _program(
-        self, traced: Traced, arguments: Arguments, executables: Cache[Any, Any] | None
-    ) -> Program:
-        return Program(traced, arguments, executables, self._options, self._lays_out)
+    Attributes:
+        reads: the names of attributes that its code reads; None: it may read any.
+    """
 
-    def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
-        """Make a program and run it; ``missed`` says why the first one that there was doesn't
-        fit."""
-        changed: frozenset[str] = frozenset()
-        decided: Decision | None = None
-        if missed is None:
-            why = self._explain(arguments, family)
-            if family.programs:
-                family.varies(arguments)
-        else:
-            why, decided, changed = missed.why, missed.decided, missed.paths
-            self._take_changed(missed)
-        with tracing, self._checks:
-            try:
-                traced = self._traced_with_cuts(arguments, family, missed)
-            except ReadsMore as more:
-                self._read(more.reads)
-                given = arguments.args, arguments.kwargs
-                again = Arguments(*given, self._reads, arguments.padding)
-                return self._call(again)
-            self._read(traced.watch.names.reads)
-        self._compare_what_it_assigns(traced, changed)
-        call = traced.take_call()
-        made: Program | None = None
-        try:
-            made = program = self._program(traced, call, self._executables)
-            result = program.run(call)
-        except BaseException as error:
-            if made is None or not program.launched:
-                traced.undo(error)
-            else:  # a scheduler's step raised, after the program's results were written back
-                self._keep(program, call, family)
-            if isinstance(error, NumberChanged):
-                raise DataDependentError(
-                    f"the step changes a number that it takes as an input ({error}): do that "
-                    "outside of the compiled step"
-                ) from error
-            raise
-        family.last = dict(arguments.numbers)
-        self._count(program.executable.is_new, why)
-        self._keep(program, call, family)
-        told = self._many.message(why, decided)
-        if told is not None:
-            logger.warning("xla_dtensor: %s %s", self._name(), told)
-        return result
+    def __init__(self, function: Callable[..., Any], buckets: BucketedArguments | None) -> None:
+        self._function, self._buckets = function, buckets
+        self.reads: frozenset[str] | None = frozenset()
+        self.forget()
 
-    def looked_at(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Callable[[Program], Any]
-    ) -> Any:
-        """What ``look`` sees of the program that a call with these arguments would run, which is
-        lowered and not compiled; nothing runs, changes or is counted. State that the step's
-        optimizer makes is there while it looks. `lower` and ``xd.plan`` are such looks.
+    def forget(self) -> None:
+        """Forget what traces have told, but for the names that the code reads."""
+        # What it keeps outside of itself and replaces in each call, by name in messages; numbers.
+        self._carried: frozenset[str] = frozenset()
+        self._counted: frozenset[str] = frozenset()
+        # What of it can't be taken from there, and why.
+        self._not_carried: dict[str, Exception] = {}
+        # What a trace has left as it was, although it had changed before.
+        self._left_alone: set[str] = set()
+
+    def copy(self) -> StepTraces:
+        """Another one that has been told the same so far."""
+        other = StepTraces(self._function, self._buckets)
+        other.reads, other._carried, other._counted = self.reads, self._carried, self._counted
+        other._not_carried, other._left_alone = dict(self._not_carried), set(self._left_alone)
+        return other
+
+    def read(self, names: frozenset[str] | None) -> None:
+        """The code is known to read attributes of these names; None for any."""
+        known = self.reads
+        self.reads = None if names is None or known is None else names | known
+
+    def made(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
+        """The trace for a program that isn't there yet.
 
         Args:
-            args, kwargs: as of a call.
-            look: is given the program (`compilation.program.Program`).
-
-        Returns:
-            what ``look`` does.
-
-        Example::
-
-            import torch, xla_dtensor as xd
-            step = xd.compile(lambda x: x * 2)
-            x = torch.ones(4, device="xla")
-            jaxpr = step.looked_at((x,), {}, lambda program: program.jaxpr)
-            assert "mul" in str(jaxpr) and step.traces == 0
+            missed: why the first one that there was doesn't fit.
         """
-        lazy.flush_all()
-        arguments = Arguments(args, kwargs, self._reads)
-        with self._lock, tracing, self._checks, Seldom():
-            known = self._carried, self._counted, self._not_carried, self._left_alone, self._reads
-            self._not_carried, self._left_alone = dict(known[2]), set(known[3])
-            try:
-                try:
-                    traced = self._as_called(arguments)
-                except ReadsMore as more:
-                    self._read(more.reads)
-                    arguments = Arguments(args, kwargs, self._reads)
-                    traced = self._as_called(arguments)
-                try:
-                    return look(self._program(traced, traced.take_call(), None))
-                finally:
-                    traced.undo()
-            finally:
-                self._carried, self._counted, self._not_carried, self._left_alone, self._reads = (
-                    known
-                )
+        if missed is not None:
+            self._take_changed(missed)
+        elif family.programs:
+            family.varies(arguments)
+        traced = self._with_cuts(arguments, family, missed)
+        self.read(traced.watch.names.reads)
+        return traced
 
-    def _as_called(self, arguments: Arguments) -> Traced:
+    def as_called(self, arguments: Arguments, families: Cache[Any, Family]) -> Traced:
         """The trace behind the program that a call would find, or that it would make."""
-        there = self._families.get(arguments.key) or Family()
+        there = families.get(arguments.key) or Family()
         family = there.settings()
         family.takes(arguments.lengths)
         found, missed = there.find(arguments, to_run=False)
@@ -160,19 +89,14 @@ class StepTraces(BaseStep):
             traced = found[-1].traced
             family.dynamic, self._carried = traced.dynamic, traced.names_of_carried
             family.positions = traced.trace.positions is not None
-            return self._trace_once(arguments, family)
+            return self._once(arguments, family)
         if missed is not None:
             self._take_changed(missed)
         elif there.programs:
             family.varies(arguments)
         return self._traced(arguments, family, missed)
 
-    def _take_changed(self, missed: Mismatch) -> None:
-        """Numbers outside of the step that have changed since a program was made are inputs."""
-        changed = missed.numbers - self._not_carried.keys()
-        self._carried, self._counted = self._carried | changed, self._counted | changed
-
-    def _compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
+    def compare_what_it_assigns(self, traced: Traced, changed: frozenset[str]) -> None:
         """Compare in later calls what the step's Python assigns somewhere, and has left, or put, as
         it was; not what has ``changed`` since the trace before, and stayed that."""
         changes = {each for effect in traced.effects.all for each in effect.changed()}
@@ -181,22 +105,13 @@ class StepTraces(BaseStep):
         traced.kept = unchanged - self._left_alone
         traced.watch.keep(traced.kept)
 
-    def _read(self, names: frozenset[str] | None) -> None:
-        """Its code is known to read attributes of these names; None for any."""
-        known = self._reads
-        self._reads = None if names is None or known is None else names | known
+    def _take_changed(self, missed: Mismatch) -> None:
+        """Numbers outside of the step that have changed since a program was made are inputs."""
+        changed = missed.numbers - self._not_carried.keys()
+        self._carried, self._counted = self._carried | changed, self._counted | changed
 
-    def _keep(self, program: Program, call: Arguments, family: Family) -> None:
-        family.keep(program, call)
-        for other in self._families.values():
-            for programs in other.programs.values():
-                programs.succeeded(program)
-        self._last = call, program
-
-    def _traced_with_cuts(
-        self, arguments: Arguments, family: Family, missed: Mismatch | None
-    ) -> Traced:
-        """The same, and of a step whose arguments are padded, what of its results is cut back."""
+    def _with_cuts(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
+        """A trace, and of a step whose arguments are padded, what of its results is cut back."""
         traced, padding = self._traced(arguments, family, missed), arguments.padding
         if padding is None:
             return traced
@@ -218,7 +133,7 @@ class StepTraces(BaseStep):
         """The shapes of the results for other sizes of the same buckets."""
         assert self._buckets is not None
         args, kwargs, _ = self._buckets.padded(*padding.given, other=True)
-        other = Arguments(args, kwargs, self._reads)
+        other = Arguments(args, kwargs, self.reads)
         traced, _ = trace(self._function, other, other.lengths, self._carried)
         traced.undo()
         return shapes_of(traced, other)
@@ -238,14 +153,14 @@ class StepTraces(BaseStep):
         while True:
             attempt = Attempt()
             try:
-                traced = self._trace_once(arguments, family)
+                traced = self._once(arguments, family)
             except Exception as error:
                 suspects = (tried or self._counted) & self._carried
                 if not suspects or attempt.is_final(error):
                     raise
                 self._carried -= suspects
                 try:
-                    self._trace_once(arguments, family).undo()
+                    self._once(arguments, family).undo()
                 except BaseException:
                     self._carried |= suspects  # it raises without carried numbers, too
                     raise
@@ -286,25 +201,12 @@ class StepTraces(BaseStep):
             failed = [self._not_carried.get(label) for label in again[0].labels()]
             raise counter_refused(again[0]) from next(filter(None, failed), None)
 
-    def _trace_once(self, arguments: Arguments, family: Family) -> Traced:
+    def _once(self, arguments: Arguments, family: Family) -> Traced:
         traced, error = trace(
             self._function, arguments, family.dynamic, self._carried, family.positions
         )
         family.positions = traced.trace.positions is not None
         if error is not None:
-            logger.info("%s: its numbers stay constants: %s", self._name(), error)
+            logger.info("%s: its numbers stay constants: %s", name_of(self._function), error)
             family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
-
-    def _explain(self, arguments: Arguments, family: Family) -> str | None:
-        """Why there is no program for such arguments."""
-        if self._last is None:
-            return None
-        before = self._last[0]
-        if family.last is not None:
-            for i, name in arguments.names_of_numbers().items():
-                if i in family.last and exact(family.last[i]) != exact(arguments.numbers[i]):
-                    change = f"from {family.last[i]!r} to {arguments.numbers[i]!r}"
-                    return f"{name}: {change}{family.why_static}"
-        last = self._last[1].traced.carried
-        return (arguments.carrying(last) or arguments).difference(before)

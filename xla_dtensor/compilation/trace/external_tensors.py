@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -160,3 +161,16 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
         if users:
             found = (*found, name, *users)
     return found
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
+    """In the block the backward hooks of tensors aren't called."""
+    saved = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    for hooks, _ in saved:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in saved:
+            hooks.update(own)

@@ -110,7 +110,7 @@ class HostReads(TorchFunctionMode):
                 "(.data =): that would happen when it is traced, not in every call; copy_() keeps "
                 "the memory"
             )
-        elif getattr(func, "__name__", "") not in _OF_ANY_SIZE:
+        elif getattr(func, "__name__", "") not in OF_ANY_SIZE:
             operations.size_matters(tensor)
         return tensor
 
@@ -123,7 +123,8 @@ class HostReads(TorchFunctionMode):
 
 
 _SET_DATA, _GRAD = _Tensor.data.__set__, _Tensor.grad.__get__
-_OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
+# What computes one value of all elements, however many there are.
+OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
 
 
 def is_on_host(x: Any) -> bool:

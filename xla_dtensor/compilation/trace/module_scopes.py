@@ -18,6 +18,7 @@ from torch import nn
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import current_autograd_node, sequence_number
+from xla_dtensor.compilation.code.patched import patched
 
 FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
 
@@ -81,7 +82,7 @@ def scope(in_optimizer: bool) -> Any:
 @contextlib.contextmanager
 def naming_modules() -> Iterator[None]:
     """Traces of the block name modules; one thread at a time."""
-    before, scopes = _state.scopes, ModuleScopes()
+    scopes = ModuleScopes()
     original = nn.Module.__call__
 
     @functools.wraps(original)
@@ -91,10 +92,5 @@ def naming_modules() -> Iterator[None]:
         with scopes.inside(module):
             return original(module, *args, **kwargs)
 
-    _state.scopes = scopes
-    nn.Module.__call__ = call
-    try:
+    with patched(_state, "scopes", scopes), patched(nn.Module, "__call__", call):
         yield
-    finally:
-        _state.scopes = before
-        nn.Module.__call__ = original

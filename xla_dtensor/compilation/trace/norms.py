@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,26 +11,22 @@ from torch.nn import functional
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import BatchNorm
+from xla_dtensor.compilation.code.patched import patched
 
 
-class CumulativeNorms:
-    """While it is entered, these layers compute with the number of batches as a tensor: torch asks
-    for it as a Python number, which doesn't exist while a step is traced."""
+@contextlib.contextmanager
+def cumulative_norms() -> Iterator[None]:
+    """In the block these layers compute with the number of batches as a tensor: torch asks for it
+    as a Python number, which doesn't exist while a step is traced."""
+    trace, forward = executor.trace(), BatchNorm.forward
 
-    def __enter__(self) -> CumulativeNorms:
-        self._forward = forward = BatchNorm.forward
-        trace = executor.trace()
+    def tracing(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if executor.trace() is trace and _is_cumulative(module):
+            return _normalized(module, x)
+        return forward(module, x)
 
-        def tracing(module: Any, x: torch.Tensor) -> torch.Tensor:
-            if executor.trace() is trace and _is_cumulative(module):
-                return _normalized(module, x)
-            return forward(module, x)
-
-        BatchNorm.forward = tracing
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        BatchNorm.forward = self._forward
+    with patched(BatchNorm, "forward", tracing):
+        yield
 
 
 def _is_cumulative(module: Any) -> bool:

@@ -237,21 +237,13 @@ class OptimizerHooks:
     def _share_counters(self, optimizer: Optimizer) -> None:
         """Step counts live on the devices from now on, and equal ones are one array."""
         trace = self._trace
-        found: list[tuple[dict[str, Any], str, Any]] = []
         with unseen():
-            for state in filter(of_one, optimizer.state.values()):
-                for key, value in state.items():
-                    if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
-                        continue
-                    if isinstance(value, TensorMethods):
-                        storage = value._storage_
-                        if value._steps or trace.uses(storage) or storage.form.varying:
-                            continue
-                        if storage.form.is_sharded:
-                            continue
-                    elif value.device.type != "cpu":
-                        continue
-                    found.append((state, key, value))
+            found = [
+                (state, key, value)
+                for state in filter(of_one, optimizer.state.values())
+                for key, value in state.items()
+                if self._is_counter(value)
+            ]
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
             if abstract.current() is not None:  # step counts have no values here
@@ -271,3 +263,13 @@ class OptimizerHooks:
                     array = trace.numbers.counter(form, item_of(tensor))
                     state[key] = XLATensor(Storage(array, form), form)
                     self.stepped[id(optimizer)].shared.add((id(state), key))
+
+    def _is_counter(self, value: Any) -> bool:
+        """Whether an entry of a state is a step count that isn't shared yet."""
+        if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
+            return False
+        if not isinstance(value, TensorMethods):
+            return value.device.type == "cpu"
+        storage, form = value._storage_, value._storage_.form
+        uses = value._steps or self._trace.uses(storage)
+        return not (uses or form.varying or form.is_sharded)

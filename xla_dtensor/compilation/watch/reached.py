@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from xla_dtensor.compilation.code.reflection import is_strict
 from xla_dtensor.compilation.code.scripted import Scripted
 from xla_dtensor.compilation.objects.carried import Carried
-from xla_dtensor.compilation.objects.found import Found, is_atom
+from xla_dtensor.compilation.objects.found import Found, found_as, is_atom
 from xla_dtensor.compilation.objects.places import Place
 
 
@@ -76,7 +76,8 @@ class Reached:
         """Something was come by (`Found`)."""
         # Paths need not be unique: two closures may both have a cell called "model".
         count = self._used_paths[path] = self._used_paths.get(path, 0) + 1
-        self.found.append(Found(path if count == 1 else f"{path} ({count})", kind, value))
+        path = path if count == 1 else f"{path} ({count})"
+        self.found.append(found_as(kind, path, value))
 
     def note_kind(self, path: str, noted: Any, value: Any) -> None:
         """An object of this kind was come by, another one of which is something else; of an

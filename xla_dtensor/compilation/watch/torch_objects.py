@@ -21,7 +21,7 @@ from xla_dtensor.base.torch_private import (
     custom_op_definitions,
 )
 from xla_dtensor.compilation.code.names import names_of
-from xla_dtensor.compilation.code.reflection import code_of
+from xla_dtensor.compilation.code.reflection import HOOKS, code_of
 from xla_dtensor.compilation.code.scripted import Scripted
 from xla_dtensor.compilation.objects.places import Elements, Entries, Items, Slots
 from xla_dtensor.compilation.trace.hyperparameters import is_input
@@ -39,7 +39,6 @@ from xla_dtensor.compilation.watch.walk import Followed, Walk
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 
 OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks_with_kwargs",
@@ -54,7 +53,7 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     cls, own, reached = type(module), module.__dict__, walk.reached
     reached.typed.append(module)
     # The dicts themselves: ``Sequential.pop()`` replaces that of submodules, unpickling all.
-    reached.live.append((operator.itemgetter(*MODULE_PARTS, *_HOOKS), own))
+    reached.live.append((operator.itemgetter(*MODULE_PARTS, *HOOKS), own))
     for part in MODULE_PARTS:
         inner = own.get(part)
         if inner is not None:  # an empty one may be filled: a `ModuleList` of adapters
@@ -65,13 +64,13 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
                 if name not in place.carried:
                     walk.follow(value, f"{path}.{name}")
             reached.note(f"the order in {path}.{part}", "order", tuple(inner))
-    tables = [*_HOOKS]
+    tables = [*HOOKS]
     if "state_dict" in walk.names.attributes:
         tables += _SAVING
         walk.follow(own.get("_non_persistent_buffers_set"), f"{path}'s buffers to leave out")
     if "load_state_dict" in walk.names.attributes:
         tables += _LOADING
-    if any(map(own.get, _HOOKS)):
+    if any(map(own.get, HOOKS)):
         reached.probe(f"how {path} calls its hooks", functools.partial(_hook_flags, own))
     for table in tables:
         if own.get(table) is not None:
@@ -80,10 +79,10 @@ def of_module(walk: Walk, module: nn.Module, path: str) -> None:
     if not walk.of_library(cls):
         inherited = walk.inherited_names(cls)
         names = [n for n in names if n in inherited or walk.names.is_read(n)]
-        names += [n for n in _HOOKS[:2] if n not in names]
+        names += [n for n in HOOKS[:2] if n not in names]
         slots(walk, module, path)
     only_assigned(walk, module, path, names)
-    walk.read(Entries(own, names, path), but_for=_HOOKS)
+    walk.read(Entries(own, names, path), but_for=HOOKS)
     if isinstance(module, dict):  # a user's class may be both
         of_dict(walk, module, path)
     methods(walk, cls)
@@ -160,7 +159,7 @@ def of_tensor(walk: Walk, tensor: torch.Tensor, path: str) -> None:
 def _hook_flags(own: dict[str, Any]) -> list[Any]:
     """With what a module calls each of its hooks."""
     given = [own.get(name) or () for name in _HOOK_FLAGS]
-    hooks = (key for name in _HOOKS for key in own.get(name) or ())
+    hooks = (key for name in HOOKS for key in own.get(name) or ())
     return [own.get("_is_full_backward_hook"), *([key in g for g in given] for key in hooks)]
 
 
