@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering.ops.pointwise import clamp
+from xla_dtensor.lowering.ops.selection import clamp
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 

@@ -11,23 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
+from xla_dtensor.lowering.dims import axes_of
+from xla_dtensor.lowering.ops.pointwise import logaddexp
 from xla_dtensor.lowering.partitioned.extremes import greatest, least
 from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, scan
-from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
+from xla_dtensor.lowering.promotion import (
+    cast,
+    float_dtype,
+    is_complex,
+    is_integral,
+    math_dtype,
+    promote_to_float,
+)
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.workarounds import BITS_OF_DOUBLES
-
-Dims = int | Sequence[int] | None
-
-
-def axes_of(dim: Dims, ndim: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
-    """The reduced axes; ``None``, and by default ``[]``, mean all. A 0-d tensor has the dims 0
-    and -1, which reduce nothing."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0 and empty_is_all):
-        return tuple(range(ndim))
-    dims = (dim,) if isinstance(dim, int) else dim
-    return tuple(d % ndim for d in dims) if ndim else ()
 
 
 def _count(x: jax.Array, axes: Sequence[int]) -> int:
@@ -188,72 +185,6 @@ def max_dim(x, dim, keepdim=False):
 @lowers("min.dim")
 def min_dim(x, dim, keepdim=False):
     return amin(x, dim, keepdim), argmin(x, dim, keepdim)
-
-
-# ------------------------------------------------------------------------- order statistics
-
-
-def _kth(x: jax.Array, k: Any, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
-    """The values of rank ``k`` (a number, or an array with size 1 along ``dim``), and where."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    order = jnp.argsort(x, axis=dim, stable=True)  # NaNs last
-    k = jnp.broadcast_to(k, [1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)])
-    index = jnp.take_along_axis(order, k, axis=dim)
-    value = jnp.take_along_axis(x, index, axis=dim)
-    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
-
-
-@lowers("kthvalue")
-def kthvalue(x, k, dim=-1, keepdim=False):
-    return _kth(x, k - 1, dim, keepdim)
-
-
-@lowers("median.dim")
-def median(x, dim, keepdim=False):
-    if x.ndim == 0:
-        return _kth(x, 0, dim, keepdim)
-    rank = jnp.asarray((x.shape[dim] - 1) // 2)
-    if not is_integral(x):
-        # One NaN makes the median NaN: the first, in the order that puts NaNs last.
-        is_nan = jnp.isnan(x)
-        first_nan = x.shape[dim] - jnp.sum(is_nan, axis=dim, keepdims=True)
-        rank = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), first_nan, rank)
-    return _kth(x, rank, dim, keepdim)
-
-
-@lowers("nanmedian.dim")
-def nanmedian(x, dim, keepdim=False):
-    if x.ndim == 0 or is_integral(x):
-        return median(x, dim, keepdim)
-    valid = jnp.sum(~jnp.isnan(x), axis=dim, keepdims=True)
-    return _kth(x, jnp.maximum(valid - 1, 0) // 2, dim, keepdim)
-
-
-@lowers("mode")
-def mode(x, dim=-1, keepdim=False):
-    """The most frequent value, the smallest of several, and its last position."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    ordered = jnp.sort(x, axis=dim)
-    index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
-    before = jnp.roll(ordered, 1, axis=dim)
-    starts = jnp.where((index == 0) | (ordered != before), index, 0)
-    run = index - jax.lax.cummax(starts, axis=dim % x.ndim)  # position within its run of equals
-    best = jnp.argmax(run, axis=dim, keepdims=True)
-    value = jnp.take_along_axis(ordered, best, axis=dim)
-    where = jnp.max(jnp.where(x == value, index, 0), axis=dim, keepdims=True)
-    return (value, where) if keepdim else (value.squeeze(dim), where.squeeze(dim))
-
-
-@lowers("median.default")
-def median_all(x):
-    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else median(x.reshape(-1), 0)[0]
-
-
-@lowers("nanmedian.default")
-def nanmedian_all(x):
-    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else nanmedian(x.reshape(-1), 0)[0]
 
 
 # --------------------------------------------------------------------------- moments and norms
