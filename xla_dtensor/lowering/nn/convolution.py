@@ -202,8 +202,8 @@ def _grouped_weight_grad(
     """The gradient of a grouped convolution's weight, as a matrix product per element of the
     kernel.
 
-    As a convolution it has groups of the batch, and XLA's partitioner counts shards of the batch
-    several times in some layouts (cases `conv` of tests/lowering/partitioning.py).
+    As a convolution it has groups of the batch, of which XLA's partitioner counts shards several
+    times (`base/xla_faults.py:GROUPED_WEIGHTS`; cases `conv` of tests/lowering/partitioning.py).
     """
     spatial = weight.ndim - 2
     stride, padding, dilation = (per_dim(v, spatial) for v in (stride, padding, dilation))

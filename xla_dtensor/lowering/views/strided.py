@@ -162,8 +162,8 @@ def over_each_position(
     windows: jax.Array, shape: Sequence[int], dim: int, size: int, step: int
 ) -> jax.Array:
     """What the windows over each position of ``dim`` have there, in a dim before ``dim``; zeros
-    where there are fewer. Gathered: XLA's partitioner aborts on some layouts of the scatter that
-    transposing `unfold` would give."""
+    where there are fewer. Gathered, not scattered as by the transpose of `unfold`
+    (`base/xla_faults.py:WINDOWS`)."""
     covered = _window_positions(shape[dim], size, step).reshape(-1)
     order = np.argsort(covered, kind="stable")
     position = covered[order]
