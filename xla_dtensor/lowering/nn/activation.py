@@ -131,11 +131,6 @@ def celu(x, alpha=1.0):
     return elu(x, alpha, 1, 1 / alpha)
 
 
-@lowers("selu")
-def selu(x):
-    return elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
-
-
 @lowers("hardtanh")
 def hardtanh(x, min_val=-1, max_val=1):
     return clamp(x, *(jnp.asarray(v).astype(x.dtype) for v in (min_val, max_val)))

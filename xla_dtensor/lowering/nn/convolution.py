@@ -139,18 +139,8 @@ def _convolution_meta(input: Any, weight: Any, *args: Any) -> Any:
 
 
 @lowers("convolution", "convolution_overrideable")
-def convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    transposed: bool,
-    output_padding: Ints,
-    groups: int,
-) -> jax.Array:
-    out = _convolve(x, weight, stride, padding, dilation, transposed, output_padding, groups)
+def convolution(x: jax.Array, weight: jax.Array, bias: jax.Array | None, *how: Any) -> jax.Array:
+    out = _convolve(x, weight, *how)
     return out if bias is None else out + bias.reshape(-1, *[1] * (out.ndim - 2))
 
 

@@ -40,12 +40,7 @@ def _accumulator(x: jax.Array, dtype: Any) -> jax.Array:
     return cast(x, math_dtype(target))
 
 
-@lowers("sum.default")
-def sum_all(x, *, dtype=None):
-    return jnp.sum(_accumulator(x, dtype))
-
-
-@lowers("sum.dim_IntList")
+@lowers("sum.default", "sum.dim_IntList")
 def sum_(x, dim=None, keepdim=False, *, dtype=None):
     return jnp.sum(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
 
@@ -57,25 +52,15 @@ def nansum(x, dim=None, keepdim=False, *, dtype=None):
     return sum_(x, dim, keepdim, dtype=dtype)
 
 
-@lowers("mean.default")
-def mean_all(x, *, dtype=None):
-    return mean(x, dtype=dtype)
-
-
-@lowers("mean.dim")
+@lowers("mean.default", "mean.dim")
 def mean(x, dim=None, keepdim=False, *, dtype=None):
     axes = axes_of(dim, x.ndim)
     x = _accumulator(x, dtype)
     return jnp.sum(x, axes, keepdims=keepdim) / jnp.asarray(_count(x, axes), x.dtype)
 
 
-@lowers("prod.default")
-def prod_all(x, *, dtype=None):
-    return jnp.prod(_accumulator(x, dtype))
-
-
-@lowers("prod.dim_int")
-def prod(x, dim, keepdim=False, *, dtype=None):
+@lowers("prod.default", "prod.dim_int")
+def prod(x, dim=None, keepdim=False, *, dtype=None):
     return jnp.prod(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
 
 
@@ -89,24 +74,17 @@ def count_nonzero(x, dim=None):
     return jnp.sum(x != 0, axes_of(dim, x.ndim), dtype=np.int64)
 
 
-@lowers("any.default", "any.dim")
-def any_(x, dim=None, keepdim=False):
-    return jnp.any(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
+def _truth(reduce: Callable, empty_is_all: bool) -> Callable:
+    def found(x, dim=None, keepdim=False):
+        axes = axes_of(dim, x.ndim, empty_is_all=empty_is_all)
+        return reduce(x != 0, axes, keepdims=keepdim)
+
+    return found
 
 
-@lowers("all.default", "all.dim")
-def all_(x, dim=None, keepdim=False):
-    return jnp.all(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
-
-
-@lowers("any.dims")
-def any_dims(x, dim=None, keepdim=False):
-    return jnp.any(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
-
-
-@lowers("all.dims")
-def all_dims(x, dim=None, keepdim=False):
-    return jnp.all(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
+for _name, _reduce in (("any", jnp.any), ("all", jnp.all)):
+    lowers(f"{_name}.default", f"{_name}.dim")(_truth(_reduce, empty_is_all=True))
+    lowers(f"{_name}.dims")(_truth(_reduce, empty_is_all=False))
 
 
 @lowers("hash_tensor")
@@ -138,12 +116,12 @@ def _hash(axes, keepdim, x):
 # ------------------------------------------------------------------------------------ extrema
 
 
-@lowers("amax")
+@lowers("amax", "max.default")
 def amax(x, dim=(), keepdim=False):
     return greatest(x, axes_of(dim, x.ndim), keepdim)
 
 
-@lowers("amin")
+@lowers("amin", "min.default")
 def amin(x, dim=(), keepdim=False):
     return least(x, axes_of(dim, x.ndim), keepdim)
 
@@ -151,16 +129,6 @@ def amin(x, dim=(), keepdim=False):
 @lowers("aminmax")
 def aminmax(x, *, dim=None, keepdim=False):
     return amin(x, dim, keepdim), amax(x, dim, keepdim)
-
-
-@lowers("max.default")
-def max_all(x):
-    return greatest(x)
-
-
-@lowers("min.default")
-def min_all(x):
-    return least(x)
 
 
 @lowers("argmax")

@@ -37,14 +37,23 @@ def gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = Fals
     return jnp.take_along_axis(x, narrow(index, x.shape[dim]), dim, mode="promise_in_bounds")
 
 
-def _scatter(
-    x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, include_self: bool = True
+@lowers("scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce")
+@lowers("scatter_reduce.two")
+def scatter(
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    src: Any,
+    reduce: str = "set",
+    *,
+    include_self: bool = True,
 ) -> jax.Array:
     if index.size == 0:
         return x
     if x.ndim == 0 or index.ndim == 0:
         src = src.reshape(-1) if getattr(src, "ndim", 0) else src
-        out = _scatter(x.reshape(-1), 0, index.reshape(-1), src, reduce, include_self)
+        flat = x.reshape(-1), 0, index.reshape(-1), src, reduce
+        out = scatter(*flat, include_self=include_self)
         return out.reshape(x.shape)
     dim = wrap_dim(dim, x.ndim)
     if getattr(src, "ndim", 0) == index.ndim:
@@ -95,29 +104,6 @@ _REDUCTIONS: dict[str, Callable[[Any], tuple[str, Any]]] = {
 }
 
 
-@lowers("scatter.src", "scatter.value")
-def scatter(x: jax.Array, dim: int, index: jax.Array, src: Any) -> jax.Array:
-    return _scatter(x, dim, index, src, "set")
-
-
-@lowers("scatter.reduce", "scatter.value_reduce")
-def scatter_with(x: jax.Array, dim: int, index: jax.Array, src: Any, *, reduce: str) -> jax.Array:
-    return _scatter(x, dim, index, src, reduce)
-
-
 @lowers("scatter_add")
 def scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
-    return _scatter(x, dim, index, src, "sum")
-
-
-@lowers("scatter_reduce.two")
-def scatter_reduce(
-    x: jax.Array,
-    dim: int,
-    index: jax.Array,
-    src: jax.Array,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> jax.Array:
-    return _scatter(x, dim, index, src, reduce, include_self)
+    return scatter(x, dim, index, src, "sum")

@@ -18,7 +18,10 @@ from xla_dtensor.lowering.registry import lowers
 # Sorting -------------------------------------------------------------------------------------
 
 
-def _sorted(x: jax.Array, dim: int, descending: bool) -> tuple[jax.Array, jax.Array]:
+@lowers("sort", "sort.stable")
+def sort(
+    x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Values and their positions, equal ones in their original order; NaN is the greatest."""
     if x.ndim == 0:
         return x, jnp.zeros((), np.int64)
@@ -30,35 +33,6 @@ def _sorted(x: jax.Array, dim: int, descending: bool) -> tuple[jax.Array, jax.Ar
     if descending:
         values, positions = lax.rev(values, [dim]), lax.rev(positions, [dim])
     return values, positions.astype(np.int64)
-
-
-@lowers("sort")
-def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _sorted(x, dim, descending)
-
-
-@lowers("sort.stable")
-def sort_stable(
-    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    return _sorted(x, dim, descending)
-
-
-@lowers("argsort")
-def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
-    return _sorted(x, dim, descending)[1]
-
-
-@lowers("argsort.stable")
-def argsort_stable(
-    x: jax.Array, *, stable: bool = True, dim: int = -1, descending: bool = False
-) -> jax.Array:
-    return _sorted(x, dim, descending)[1]
-
-
-@lowers("msort")
-def msort(x: jax.Array) -> jax.Array:
-    return _sorted(x, 0, False)[0]
 
 
 @lowers("topk")

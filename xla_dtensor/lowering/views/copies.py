@@ -13,7 +13,8 @@ from jax import lax
 
 from xla_dtensor.lowering.dims import wrap_dim
 from xla_dtensor.lowering.promotion import math_dtype
-from xla_dtensor.lowering.registry import lowers
+from xla_dtensor.lowering.registry import lowers, views
+from xla_dtensor.lowering.views import types  # noqa: F401  of its views, too, there are copies
 from xla_dtensor.lowering.views.ranges import (
     diagonal,
     put_diagonal,
@@ -22,29 +23,9 @@ from xla_dtensor.lowering.views.ranges import (
     select,
     slice_,
     slice_bounds,
-    split,
-    split_with_sizes,
-    unbind,
 )
-from xla_dtensor.lowering.views.reshapes import (
-    alias,
-    expand,
-    permute,
-    squeeze,
-    squeeze_dims,
-    t,
-    transpose,
-    unsqueeze,
-    view,
-)
-from xla_dtensor.lowering.views.strided import over_each_position, put_strided, unfold
-from xla_dtensor.lowering.views.types import (
-    conj,
-    neg_view,
-    view_as_complex,
-    view_as_real,
-    view_dtype,
-)
+from xla_dtensor.lowering.views.reshapes import view
+from xla_dtensor.lowering.views.strided import over_each_position, put_strided
 
 _SCATTERS: dict[str, tuple[Callable[..., jax.Array], Callable[..., torch.Tensor]]] = {
     "slice_scatter": (put_slice, torch.ops.aten.slice.Tensor),
@@ -75,31 +56,12 @@ def _scatter(
 for _name, (_put, _seen) in _SCATTERS.items():
     lowers(_name)(_scatter(_put, _seen))
 
-_COPIES: dict[Callable[..., Any], tuple[str, ...]] = {
-    alias: ("alias_copy", "detach_copy", "lift_fresh_copy"),
-    view: ("view_copy", "_reshape_alias_copy", "_reshape_copy"),
-    view_dtype: ("view_copy.dtype",),
-    squeeze: ("squeeze_copy",),
-    squeeze_dims: ("squeeze_copy.dim", "squeeze_copy.dims"),
-    unsqueeze: ("unsqueeze_copy",),
-    permute: ("permute_copy",),
-    transpose: ("transpose_copy.int",),
-    t: ("t_copy",),
-    view_as_real: ("view_as_real_copy",),
-    view_as_complex: ("view_as_complex_copy",),
-    conj: ("_conj_copy",),
-    neg_view: ("_neg_view_copy",),
-    expand: ("expand_copy",),
-    slice_: ("slice_copy.Tensor",),
-    select: ("select_copy.int",),
-    unbind: ("unbind_copy.int",),
-    split: ("split_copy.Tensor",),
-    split_with_sizes: ("split_with_sizes_copy",),
-    diagonal: ("diagonal_copy",),
-    unfold: ("unfold_copy",),
-}
-for _get, _names in _COPIES.items():
-    lowers(*_names)(_get)
+for _name, _view in views().items():
+    _packet, _, _overload = _name.removeprefix("aten::").partition(".")
+    _copies = getattr(torch.ops.aten, f"{_packet}_copy", None)
+    if _copies is not None and _overload in _copies.overloads():
+        lowers(f"{_packet}_copy.{_overload}")(_view.get)
+lowers("_reshape_copy")(view)
 
 
 @lowers("narrow_copy")
