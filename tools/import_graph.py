@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "base": (("", "tables"), ("random", "numbers")),
     "checkpoint": (("files",), ("",)),
-    "lowering": (("",), ("partitioned",), ("ops", "linalg"), ("attention", "nn")),
+    "lowering": (("",), ("partitioned",), ("views",), ("ops", "linalg"), ("attention", "nn")),
     "compilation": (
         ("code",),
         ("objects", "trace"),

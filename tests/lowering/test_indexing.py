@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.lowering.harness import check_call, check_overloads
-from xla_dtensor.lowering.ops.indexing import index, repeat_interleave
+from xla_dtensor.lowering.ops.indexing import index
+from xla_dtensor.lowering.ops.shape import repeat_interleave
 
 aten = torch.ops.aten
 torch.manual_seed(0)

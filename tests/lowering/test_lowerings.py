@@ -73,8 +73,9 @@ CASES = [(name, dtype) for dtype, names in ENTRIES.items() for name in names.spl
 
 
 MODULES = {
-    *("activation", "distance", "fft", "histogram", "ldl", "linalg", "loss", "matmul", "optimizer"),
-    *("pointwise", "reduction", "segment", "softmax_norm", "special"),
+    *("activation", "arithmetic", "bessel", "distance", "fft", "gamma", "histogram", "ldl", "loss"),
+    *("matmul", "optimizer", "pointwise", "polynomials", "reduction", "segment", "selection"),
+    *("softmax_norm", "sorting"),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import xla_dtensor.lowering.ops.view  # noqa: F401  registers
+import xla_dtensor.lowering.families  # noqa: F401  registers
 from xla_dtensor.lowering import find_lowering, find_view
 from xla_dtensor.lowering.registry import qualified_name
 

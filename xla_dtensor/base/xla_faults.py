@@ -219,7 +219,7 @@ COMPLEX_SCATTERS = Fault(
 )
 WINDOWS = Fault(
     "The scatter that transposing `unfold` gives ends the process in some layouts.",
-    "lowering/ops/view.py:unfold_backward",
+    "lowering/views/strided.py:over_each_position",
     "it ends the process",
 )
 WINDOW_PADDING = Fault(

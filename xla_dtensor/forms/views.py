@@ -20,7 +20,7 @@ from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
 from xla_dtensor.lowering import ViewLowering
 from xla_dtensor.lowering.context import Target, at, here
-from xla_dtensor.lowering.ops.view import put_changes
+from xla_dtensor.lowering.views.changes import put_changes
 
 if TYPE_CHECKING:
     import jax

@@ -88,18 +88,26 @@ class _Constrain:
             for result in equation.outvars:
                 axes = choice.of(result) if result in used and not _is_number(equation) else None
                 if axes is not None:
-                    given = choice.given(numbers, result)
-                    ways = [self._sharding(axes)]
-                    # Else XLA may gather an operand rather than the result. And it may cut the
-                    # operations that an equation is lowered to: the many steps of a running sum,
-                    # or a Fourier transform's own dim, at which it may end the process.
-                    is_many = name in ("prefix_scan", "transform") and given != axes
-                    if given is not None:
-                        ways = [*self._way(result, given, axes), *ways]
-                        if is_many or _communicates(given, axes):
-                            ways = [self._sharding(given), *ways]
+                    ways = self._asked(equation, numbers, result, axes)
                     renamed[result] = ask(result, *ways, of=equation)
         return made, [current(atom) for atom in results]
+
+    def _asked(
+        self, equation: Any, numbers: Sequence[int], result: Any, axes: DimAxes
+    ) -> list[Any]:
+        """The shardings that are asked for of a result that is to lie so, one after another."""
+        given = self._choice.given(numbers, result)
+        ways = [self._sharding(axes)]
+        if given is None:
+            return ways
+        ways = [*self._way(result, given, axes), *ways]
+        # Else XLA may gather an operand in place of what is made of it; and cut what an equation is
+        # written out to: a running sum's many steps, or a transform along its own dim, at which XLA
+        # may end the process.
+        is_many = equation.primitive.name in ("prefix_scan", "transform") and given != axes
+        if is_many or _communicates(given, axes):
+            ways = [self._sharding(given), *ways]
+        return ways
 
     def _follow(self, equations: Sequence[Any], to_give: set[Any]) -> set[Any]:
         """Values that need not be asked for: Shardy gives them the layouts of what they are made

@@ -31,6 +31,11 @@ class IntegerProgram:
         self.costs.append(cost)
         return len(self.costs) - 1
 
+    def charge(self, variables: Sequence[int], cost: float) -> None:
+        """Let each of them cost so much more."""
+        for variable in variables:
+            self.costs[variable] += cost
+
     def require(self, plus: Sequence[int], minus: Sequence[int], least: float, most: float) -> None:
         self.columns += plus
         self.columns += minus

@@ -343,15 +343,7 @@ class AxisChoice:
             for state, variable in zip(end.states, chosen, strict=True):
                 by_state.setdefault(state, []).append(variable)
             own = self._states[end.group]
-            # If one side has one state only, the other side's variable is the pair's.
-            pairs = [[[*both] for both in by_state.values()]]
-            if len(own) > 1 and len(by_state) == 1:
-                pairs = [[[variable]] for variable in variables[end.group]]
-            elif len(own) > 1:
-                made = [[program.variable() for _ in by_state] for _ in own]
-                sides = [[v] for v in variables[end.group]], [*by_state.values()]
-                program.transport(made, *sides)
-                pairs = [[[variable] for variable in row] for row in made]
+            pairs = _pairs(program, len(own), variables.get(end.group, []), [*by_state.values()])
             for j, other in enumerate(by_state):
                 by_cost: dict[float, list[int]] = {}
                 for have, row in zip(own, pairs, strict=True):
@@ -359,14 +351,13 @@ class AxisChoice:
                 by_cost.pop(0.0, None)
                 for cost, cases in by_cost.items():
                     if end.value is None:
-                        for variable in cases:
-                            program.costs[variable] += cost
-                    else:
-                        # One move serves all nodes that want the value so: it is paid once.
-                        key = end.value, other, cost
-                        if key not in moves:
-                            moves[key] = program.variable(cost)
-                        program.require([moves[key]], cases, 0, np.inf)
+                        program.charge(cases, cost)
+                        continue
+                    # One move serves all that want the value so, wherever it comes from.
+                    key = end.value, other, cost
+                    if key not in moves:
+                        moves[key] = program.variable(cost)
+                    program.require([moves[key]], cases, 0, np.inf)
         return chosen
 
     def _bound(
@@ -388,3 +379,23 @@ class AxisChoice:
             else:
                 fixed += shares[0]
         program.at_most(weights, max(allowed / total - fixed, 0.0))
+
+
+def _pairs(
+    program: IntegerProgram, states: int, group: Sequence[int], by_state: list[list[int]]
+) -> list[list[list[int]]]:
+    """For each state of a group and each state in which a node has it, the variables that say
+    together whether both are the case.
+
+    Args:
+        states: how many the group has.
+        group: its variables, one for each state; none where it has one state.
+        by_state: the node's variables, for each state.
+    """
+    if states == 1:  # where a side has one state the other side's variable is the pair's
+        return [[[*variables] for variables in by_state]]
+    if len(by_state) == 1:
+        return [[[variable]] for variable in group]
+    made = [[program.variable() for _ in by_state] for _ in range(states)]
+    program.transport(made, [[variable] for variable in group], by_state)
+    return [[[variable] for variable in row] for row in made]

@@ -43,16 +43,30 @@ def pass_on(nodes: Sequence[Node], group_of: GroupOf) -> None:
     while changed:
         changed = False
         for places in together:
-            for kind in ("uneven", "joint"):
-                dims = [(getattr(group, kind), d) for group, d in places]
-                if any(d in marked for marked, d in dims):
-                    changed = changed or any(d not in marked for marked, d in dims)
-                    for marked, d in dims:
-                        marked.add(d)
-            order = next((g.orders[d] for g, d in places if d in g.orders), None)
-            for group, d in places if order is not None else ():
-                changed = changed or d not in group.orders
-                group.orders.setdefault(d, order or ())
+            changed |= _mark([(group.uneven, d) for group, d in places])
+            changed |= _mark([(group.joint, d) for group, d in places])
+            changed |= _order(places)
+
+
+def _mark(dims: Sequence[tuple[set[int], int]]) -> bool:
+    """Mark all dims where one is marked; whether that was new of one."""
+    new = [(marked, d) for marked, d in dims if d not in marked]
+    if len(new) == len(dims):
+        return False
+    for marked, d in new:
+        marked.add(d)
+    return bool(new)
+
+
+def _order(places: Sequence[tuple[Group, int]]) -> bool:
+    """Give all dims the order of the first that has one; whether that was new of one."""
+    order = next((group.orders[d] for group, d in places if d in group.orders), None)
+    new = [(group, d) for group, d in places if d not in group.orders]
+    if order is None:
+        return False
+    for group, d in new:
+        group.orders[d] = order
+    return bool(new)
 
 
 def _is_second(factor: Factor) -> bool:

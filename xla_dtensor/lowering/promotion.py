@@ -132,5 +132,20 @@ def converted(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
+def is_integral(x: jax.Array) -> bool:
+    return np.dtype(x.dtype).kind in "biu"
+
+
+def is_complex(x: jax.Array) -> bool:
+    return np.dtype(x.dtype).kind == "c"
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` as ``dtype``; complex to real drops the imaginary part, as in torch."""
+    if is_complex(x) and np.dtype(dtype).kind not in "cb":
+        x = x.real
+    return converted(x, dtype)
+
+
 def _as(dtype: np.dtype, operands: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     return tuple(converted(jnp.asarray(x), dtype) for x in operands)

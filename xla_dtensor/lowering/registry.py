@@ -130,6 +130,11 @@ def find_lowering(name: str) -> Lowering | None:
     return _LOWERINGS.get(name)
 
 
+def views() -> dict[str, ViewLowering]:
+    """The view lowerings by the overloads' qualified names."""
+    return dict(_VIEWS)
+
+
 def find_view(name: str) -> ViewLowering | None:
     """The view lowering of the overload with this qualified name, or None."""
     return _VIEWS.get(name)

@@ -52,9 +52,9 @@ class _OnPlatforms:
         Example::
 
             from xla_dtensor.lowering.workarounds import Workaround
-            from xla_dtensor.lowering.context import Place, at
+            from xla_dtensor.lowering.context import Target, at
 
-            with at(Place("tpu")):
+            with at(Target("tpu")):
                 assert not Workaround("rounds wrongly", ("cpu",)).holds()
         """
         return self.concerns(here().platform)

@@ -270,8 +270,6 @@ def shard_after(
     return Shard(dim) if pieces == 1 else StridedShard(dim, split_factor=pieces)
 
 
-def unpartial(placements: Iterable[Placement], keep: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """``placements`` with the pending reductions done, but for the reduce ops in ``keep``."""
-    return tuple(
-        Replicate() if isinstance(p, Partial) and p.reduce_op not in keep else p for p in placements
-    )
+def unpartial(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """``placements`` with the pending reductions done."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)

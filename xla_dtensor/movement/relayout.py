@@ -130,10 +130,8 @@ def _on_the_way(value: Any, source: Form, target: Form) -> Any:
 def _held(value: Any, source: Form, target: Form) -> Any:
     """``value`` as something XLA doesn't look behind, where it would mix rows up.
 
-    Of a value that a broadcast has made (``x.repeat(2, 1)``), sharded over axes a and b of one dim
-    and asked for over b alone, XLA (of JAX 0.10.2) gathers over a and takes the rows for those of
-    b: the order of the axes is lost. Where the later axes of a dim stay and an earlier one goes, it
-    gets the value from behind a barrier.
+    Where the later axes of a dim stay and an earlier one goes, XLA may lose their order
+    (`base/xla_faults.py:LOST_ORDERS`), and gets the value from behind a barrier.
     """
     for before, after in zip(source.dim_axes, target.dim_axes, strict=True):
         if len(before) > 1 and after and before[: len(after)] != after:

@@ -210,18 +210,23 @@ def _used_by(instruction: Instruction, index: int | None, program: HloText) -> I
         following: list[tuple[str, int | None]] = []
         for name, element in found:
             for user in users.get(name, ()):
-                if user.op == "tuple":
-                    following.append((user.name, user.operand_names().index(name)))
-                elif user.op.endswith("-done") or user.op == "opt-barrier":
-                    following.append((user.name, element))
-                elif user.op == "get-tuple-element":
-                    if element in (None, _index(user)):
-                        following.append((user.name, None))
-                elif user.op in ("bitcast", "reshape", "copy", "transpose"):
-                    following.append((user.name, None))
+                if user.op == "get-tuple-element" and element not in (None, _index(user)):
+                    continue
+                if user.op in _MOVES or user.op.endswith("-done"):
+                    following.append((user.name, _element(user, name, element)))
                 else:
                     yield user.op_name
         found = following
+
+
+_MOVES = ("tuple", "opt-barrier", "get-tuple-element", "bitcast", "reshape", "copy", "transpose")
+
+
+def _element(user: Instruction, name: str, element: int | None) -> int | None:
+    """Which of several results of ``user``, which only moves values, has an element of ``name``."""
+    if user.op == "tuple":
+        return user.operand_names().index(name)
+    return element if user.op.endswith("-done") or user.op == "opt-barrier" else None
 
 
 def _index(instruction: Instruction) -> int:

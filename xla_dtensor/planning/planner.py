@@ -140,42 +140,14 @@ def _tokens(args: tuple[Any, ...]) -> int | None:
 def _report(
     name: str, seen: dict[str, Any], topology: topologies.Topology | None, tokens: int | None
 ) -> Report:
+    """What is reported of a program that `_look` has seen, which is compiled for that."""
     frame = seen["frame"]
     sizes = {} if frame is None else {axis.name: axis.size for axis in frame.axes}
     # The one device of a step on no mesh is an array without dims.
     devices = np.array(own_device()) if frame is None else frame.jax_mesh.devices
     device = devices.flat[0]
     chip = chip_of(device.platform, device) if topology is None else topology.chip
-    available = granted_memory(device)
-    text, cost, notes = "", {}, []
-    with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
-        options = abstract.compiler_options(seen["options"])
-        if topology is not None and topology.kind in _UNREADABLE:
-            options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        if topology is not None and topology.is_of_gpus:
-            notes.append(_GRANTED.format(fraction()))
-        try:
-            is_here = topology is None or topology.is_here
-            with contextlib.nullcontext() if is_here else not_kept():
-                compiled = seen["compile"](options)
-        except Exception as error:
-            if not memory_of.is_refusal(error):
-                raise
-            found = memory_of.of_refusal(error)
-            if found is None:
-                raise
-            memory = found
-            notes.append("XLA has refused the program for want of memory, so the rest is unknown")
-        else:
-            memory = memory_of.of_compiled(compiled, available)
-            cost = _cost(compiled)
-            try:
-                text = _dumped(dump) or compiled.as_text()
-            except jax.errors.JaxRuntimeError as error:
-                notes.append(
-                    "the program can't be read, so its collectives are unknown: this libtpu writes "
-                    f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
-                )
+    memory, text, cost, notes = _compiled(seen, topology, granted_memory(device))
     all_inputs = seen["inputs"]
     program = HloText(text)
     moved = collectives(program, devices.shape, tuple(sizes))
@@ -220,6 +192,43 @@ def _report(
         notes=notes,
         source="" if chip is None else chip.source,
     )
+
+
+def _compiled(
+    seen: dict[str, Any], topology: topologies.Topology | None, available: float | None
+) -> tuple[memory_of.Memory, str, dict[str, float], list[str]]:
+    """What the compiled program needs of memory, its text and XLA's analysis of its cost, both
+    empty where XLA has refused the program, and notes on what is unknown.
+
+    Args:
+        available: a device's memory.
+    """
+    notes = []
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
+        options = abstract.compiler_options(seen["options"])
+        if topology is not None and topology.kind in _UNREADABLE:
+            options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        if topology is not None and topology.is_of_gpus:
+            notes.append(_GRANTED.format(fraction()))
+        try:
+            is_here = topology is None or topology.is_here
+            with contextlib.nullcontext() if is_here else not_kept():
+                compiled = seen["compile"](options)
+        except Exception as error:
+            found = memory_of.of_refusal(error) if memory_of.is_refusal(error) else None
+            if found is None:
+                raise
+            notes.append("XLA has refused the program for want of memory, so the rest is unknown")
+            return found, "", {}, notes
+        text = ""
+        try:
+            text = _dumped(dump) or compiled.as_text()
+        except jax.errors.JaxRuntimeError as error:
+            notes.append(
+                "the program can't be read, so its collectives are unknown: this libtpu writes "
+                f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
+            )
+        return memory_of.of_compiled(compiled, available), text, _cost(compiled), notes
 
 
 _GRANTED = (

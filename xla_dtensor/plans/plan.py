@@ -116,7 +116,6 @@ class Plan:
         self.grown = grown_forms(call, metas, bases, place)
         self.grows = any(self.grown)
         refuse_overlap(call, [call.forms[i] for i in self.mutated])
-        before = [b._storage_.form for b in bases]
         self.base_forms = [
             written_form(base, place.axes, place.frame, info) if grown is None else grown
             for base, grown in zip(bases, self.grown, strict=True)
@@ -137,24 +136,12 @@ class Plan:
         self.only_write = self.base_forms[0] if in_place else None
         self.same = self
         if place.valueless:
-            refuse_meta_write(info, before)
+            refuse_meta_write(info, [base._storage_.form for base in bases])
             self.run = self.eager = self.part = None
             self.random = self.of_scalars = False
             return
-        writes = [
-            Write(
-                call.forms[i] if grown is None else grown,
-                leave_open(base._steps)[0] if grown is None else (),
-                form,
-                after,
-            )
-            for i, base, grown, form, after in zip(
-                self.mutated, bases, self.grown, before, self.base_forms, strict=True
-            )
-        ]
-        pinned = pins(answer)
-        cut = cut_of(answer)
-        self.run = Computation(call, lowered, self.result_forms, writes, pinned, place.frame, cut)
+        computation = lowered, self.result_forms, self._writes(call, bases), pins(answer)
+        self.run = Computation(call, *computation, place.frame, cut_of(answer))
         self.eager, self.part = self.run.compiled(), self.run.part()
         self.random = self.run.random
         forms = [*call.forms, *self.result_forms, *self.base_forms]
@@ -165,6 +152,20 @@ class Plan:
         if self.frame is None and not self.mutated and info.lowering is not None:
             key = tuple([_without_strides(part) for part in call.key])
             self.same = _sames.get(key) or _sames.put(key, self)
+
+    def _writes(self, call: Call, bases: list[Any]) -> list[Write]:
+        """What is written to the arrays behind ``bases``, the tensors that the call writes to."""
+        return [
+            Write(
+                call.forms[i] if grown is None else grown,
+                leave_open(base._steps)[0] if grown is None else (),
+                base._storage_.form,
+                after,
+            )
+            for i, base, grown, after in zip(
+                self.mutated, bases, self.grown, self.base_forms, strict=True
+            )
+        ]
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.lowering.kinds import Kind, is_
-from xla_dtensor.lowering.ops.view import overlaps
+from xla_dtensor.lowering.views.strided import overlaps
 from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.meta import Meta

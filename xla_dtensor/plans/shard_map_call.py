@@ -47,8 +47,8 @@ class ShardMapCall:
         leaves: per leaf of the call the axes that shard each of its dims; None of a number.
         results: the same per result.
         sums: per result the axes along which devices have parts of a sum.
-        padded: whether a leaf comes in uneven shards. XLA may look behind it then for what isn't
-            padded, and mix up the two ("Expected instruction to have shape equal to ...").
+        padded: whether a leaf comes in uneven shards, which XLA may look behind
+            (`base/xla_faults.py:PADDED_OPERANDS`).
         query: what the rule is asked, which knows other ways to cut the operation.
     """
 

@@ -13,7 +13,7 @@ from xla_dtensor.forms.form import Form, contiguous_stride
 from xla_dtensor.forms.storage import ONE_VIEWER
 from xla_dtensor.forms.views import PositionStep, ViewStep
 from xla_dtensor.lowering import find_view
-from xla_dtensor.lowering.ops.view import slice_bounds
+from xla_dtensor.lowering.views.ranges import slice_bounds
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.meta import meta_results
 from xla_dtensor.plans.ops import info_of

@@ -48,7 +48,7 @@ def ask(rule: UserRule, call: Call) -> Merged | None:
         LayoutRuleError: a notation doesn't fit the call.
     """
     said = rule(call)
-    return said if not isinstance(said, str) else _by_notation(said, call)
+    return said if not isinstance(said, str) else _by_notation(said, call, multilinear=False)
 
 
 def _check(found: Registration, call: Call, merged: Any) -> None:

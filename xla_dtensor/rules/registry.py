@@ -185,23 +185,21 @@ def register(*names: str, namespace: str = "aten") -> Callable[[AnyRule], AnyRul
     return decorate
 
 
-def notation_rule(text: str, reduction: str = "sum", multilinear: bool = False) -> Rule:
+def notation_rule(text: str, multilinear: bool = False) -> Rule:
     validate(text)  # a malformed notation fails where it is registered
 
     def rule(call: Call) -> Merged:
-        return _by_notation(text, call, reduction, multilinear)
+        return _by_notation(text, call, multilinear)
 
     rule.__doc__ = text
     rule.__module__ = sys._getframe(1).f_globals["__name__"]  # the family that it belongs to
     return rule
 
 
-def _by_notation(
-    text: str, call: Call, reduction: str = "sum", multilinear: bool = False
-) -> Merged:
+def _by_notation(text: str, call: Call, multilinear: bool) -> Merged:
     try:
         named = expand_ellipsis(text, [t.ndim for t in call.tensors])
-        notation = parse(named, reduction, multilinear)
+        notation = parse(named, multilinear=multilinear)
         options = alternatives(notation, [t.shape for t in call.tensors])
     except ValueError as error:
         raise LayoutRuleError(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering.ops.shape import sort
+from xla_dtensor.lowering.ops.sorting import sort
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.movement.data_dependent import on_host, say_instead
 from xla_dtensor.plans.ops import handles

@@ -138,13 +138,8 @@ def vdot(x, y):
     return narrow_dot(jnp.conj(x), y, ((0,), (0,)))
 
 
-@lowers("addmm", static_scalars=_scales_specially)
-def addmm(x, a, b, *, beta=1, alpha=1):
-    return _scaled_sum(x, mm(a, b), beta, alpha)
-
-
-@lowers("addmm.dtype", static_scalars=_scales_specially)
-def addmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
+@lowers("addmm", "addmm.dtype", static_scalars=_scales_specially)
+def addmm(x, a, b, out_dtype=None, *, beta=1, alpha=1):
     return _scaled_sum(x, mm(a, b, out_dtype), beta, alpha)
 
 
@@ -154,13 +149,8 @@ def addmm_activation(x, a, b, *, beta=1, alpha=1, use_gelu=False):
     return jax.nn.gelu(result, approximate=False) if use_gelu else jax.nn.relu(result)
 
 
-@lowers("baddbmm", static_scalars=_scales_specially)
-def baddbmm(x, a, b, *, beta=1, alpha=1):
-    return _scaled_sum(x, bmm(a, b), beta, alpha)
-
-
-@lowers("baddbmm.dtype", static_scalars=_scales_specially)
-def baddbmm_dtype(x, a, b, out_dtype, *, beta=1, alpha=1):
+@lowers("baddbmm", "baddbmm.dtype", static_scalars=_scales_specially)
+def baddbmm(x, a, b, out_dtype=None, *, beta=1, alpha=1):
     return _scaled_sum(x, bmm(a, b, out_dtype), beta, alpha)
 
 

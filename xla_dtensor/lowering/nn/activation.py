@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering.ops.pointwise import clamp
+from xla_dtensor.lowering.ops.selection import clamp
 from xla_dtensor.lowering.promotion import promote, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 
@@ -129,11 +129,6 @@ def elu_backward(grad, alpha, scale, input_scale, is_result, x):
 @lowers("celu")
 def celu(x, alpha=1.0):
     return elu(x, alpha, 1, 1 / alpha)
-
-
-@lowers("selu")
-def selu(x):
-    return elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
 @lowers("hardtanh")

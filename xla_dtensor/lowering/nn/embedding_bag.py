@@ -160,25 +160,14 @@ def embedding_bag_any_backward(
     scale_grad_by_freq: bool,
     mode: int,
     sparse: bool,
-    per_sample_weights: jax.Array | None,
-    padding_idx: int = -1,
+    *weights_and_padding: Any,
 ) -> jax.Array:
     if sparse:
         raise UnsupportedOpError(
             "embedding_bag with sparse=True: XLA has no sparse tensors; leave it out"
         )
-    return embedding_bag_backward(
-        grad,
-        indices,
-        offset2bag,
-        bag_size,
-        maximum_indices,
-        num_weights,
-        scale_grad_by_freq,
-        mode,
-        per_sample_weights,
-        padding_idx,
-    )
+    bags = indices, offset2bag, bag_size, maximum_indices, num_weights
+    return embedding_bag_backward(grad, *bags, scale_grad_by_freq, mode, *weights_and_padding)
 
 
 @lowers("_embedding_bag_per_sample_weights_backward")

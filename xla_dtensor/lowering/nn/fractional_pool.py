@@ -13,7 +13,7 @@ import torch
 
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.meta import meta_of
-from xla_dtensor.lowering.nn.convolution import max_pool_backward
+from xla_dtensor.lowering.nn.pooling import max_pool_backward
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.lowering.dims import axes_of
 from xla_dtensor.lowering.meta import meta_of
-from xla_dtensor.lowering.ops.reduction import axes_of
 from xla_dtensor.lowering.promotion import math_dtype, promote_for_math
 from xla_dtensor.lowering.registry import lowers
 

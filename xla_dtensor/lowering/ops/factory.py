@@ -41,21 +41,12 @@ def _filled(size: Sequence[int], value: Any, dtype: np.dtype) -> jax.Array:
 # By size -------------------------------------------------------------------------------------
 
 
-@lowers("zeros", "empty.memory_format")
-def zeros(size: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(size, 0, factory_dtype(dtype))
-
-
-@lowers("_efficientzerotensor")
-def efficientzerotensor(size: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return zeros(size, dtype=dtype)
-
-
+@lowers("zeros", "empty.memory_format", "_efficientzerotensor")
 @lowers("empty_strided", "empty_permuted")
-def empty_strided(
-    size: Sequence[int], layout: Sequence[int], *, dtype: torch.dtype | None = None
+def zeros(
+    size: Sequence[int], order: Sequence[int] = (), *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return zeros(size, dtype=dtype)
+    return _filled(size, 0, factory_dtype(dtype))
 
 
 @lowers("ones")
@@ -76,47 +67,46 @@ def scalar_tensor(s: Any, *, dtype: torch.dtype | None = None) -> jax.Array:
 # By another tensor's dtype and shape ---------------------------------------------------------
 
 
-def _dtype_like(x: jax.Array, dtype: torch.dtype | None) -> np.dtype:
+def dtype_like(x: jax.Array, dtype: torch.dtype | None) -> np.dtype:
     return x.dtype if dtype is None else to_jax_dtype(dtype)
 
 
 @lowers("zeros_like", "empty_like")
 def zeros_like(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(x.shape, 0, _dtype_like(x, dtype))
+    return _filled(x.shape, 0, dtype_like(x, dtype))
 
 
 @lowers("ones_like")
 def ones_like(x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(x.shape, 1, _dtype_like(x, dtype))
+    return _filled(x.shape, 1, dtype_like(x, dtype))
 
 
 @lowers("full_like")
 def full_like(x: jax.Array, fill_value: Any, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(x.shape, fill_value, _dtype_like(x, dtype))
+    return _filled(x.shape, fill_value, dtype_like(x, dtype))
 
 
-@lowers("new_zeros", "new_empty")
-def new_zeros(x: jax.Array, size: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(size, 0, _dtype_like(x, dtype))
-
-
-@lowers("new_empty_strided")
-def new_empty_strided(
-    x: jax.Array, size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None
+@lowers("new_zeros", "new_empty", "new_empty_strided")
+def new_zeros(
+    x: jax.Array,
+    size: Sequence[int],
+    order: Sequence[int] = (),
+    *,
+    dtype: torch.dtype | None = None,
 ) -> jax.Array:
-    return _filled(size, 0, _dtype_like(x, dtype))
+    return _filled(size, 0, dtype_like(x, dtype))
 
 
 @lowers("new_ones")
 def new_ones(x: jax.Array, size: Sequence[int], *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _filled(size, 1, _dtype_like(x, dtype))
+    return _filled(size, 1, dtype_like(x, dtype))
 
 
 @lowers("new_full")
 def new_full(
     x: jax.Array, size: Sequence[int], fill_value: Any, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return _filled(size, fill_value, _dtype_like(x, dtype))
+    return _filled(size, fill_value, dtype_like(x, dtype))
 
 
 # Ranges --------------------------------------------------------------------------------------
@@ -132,12 +122,7 @@ def arange(end: Any, *, dtype: torch.dtype | None = None) -> jax.Array:
     return arange_step(0, end, 1, dtype=dtype)
 
 
-@lowers("arange.start", static_scalars=True)
-def arange_start(start: Any, end: Any, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return arange_step(start, end, 1, dtype=dtype)
-
-
-@lowers("arange.start_step", static_scalars=True)
+@lowers("arange.start", "arange.start_step", static_scalars=True)
 def arange_step(
     start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None
 ) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Gathers, scatters, advanced indexing, and reorderings of elements.
+"""Advanced indexing, an index along a dim, masks, rows of embeddings.
 
 Indices out of range are an error in torch (`bounds.py` says which). A compiled program cannot
 raise, so here they read the nearest element, and their writes are dropped: XLA's own gather and
 scatter semantics (`promise_in_bounds` adds no code, and XLA stays memory-safe). Gathers have batch
-dims, which XLA partitions without communication; scatters must not (`scatter.py`).
+dims, which XLA partitions without communication; scatters must not (`partitioned/scatter.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from xla_dtensor.lowering import context
+from xla_dtensor.lowering.dims import along, wrap_dim
 from xla_dtensor.lowering.kinds import Kind, are
-from xla_dtensor.lowering.ops.view import wrap_dim
-from xla_dtensor.lowering.partitioned.cut import cut
+from xla_dtensor.lowering.ops.scatter import reduced, widened
 from xla_dtensor.lowering.partitioned.gather import read_at
-from xla_dtensor.lowering.partitioned.scatter import highest, lowest, narrow, write, write_each
-from xla_dtensor.lowering.promotion import promote
+from xla_dtensor.lowering.partitioned.scatter import narrow, write
 from xla_dtensor.lowering.registry import lowers
 
-_SHAPE_DEPENDS = (
+SHAPE_DEPENDS = (
     "the result's shape depends on the {0}'s values, and XLA programs have static shapes; "
     "{1}, or move the tensor to the CPU first"
 )
@@ -34,11 +32,6 @@ _SHAPE_DEPENDS = (
 def _wrapped(index: jax.Array, size: int) -> jax.Array:
     index = narrow(index, size)
     return jnp.where(index < 0, index + size, index)
-
-
-def _widened(dtype: Any) -> Any:
-    """The dtype in which many values are added up: half precision loses small addends."""
-    return np.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _method(dtype: Any, accumulate: bool) -> str:
@@ -67,7 +60,7 @@ def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     if any(map(_is_mask, indices)):
         raise TypeError(
             "indexing with a boolean mask: "
-            + _SHAPE_DEPENDS.format("mask", "use torch.where, masked_fill or nonzero_static")
+            + SHAPE_DEPENDS.format("mask", "use torch.where, masked_fill or nonzero_static")
         )
     if all(i is None for i in indices):
         return x
@@ -101,7 +94,7 @@ def index_put(
         return x + values if accumulate else values
     if x.size == 0:
         return x
-    wide = _widened(x.dtype) if accumulate else x.dtype
+    wide = widened(x.dtype) if accumulate else x.dtype
     method = _method(x.dtype, accumulate)
     return write(x.astype(wide), _index_tuple(x, indices), method, values.astype(wide))
 
@@ -114,7 +107,7 @@ def _index_put_mask(
     if len(masks) > 1:
         raise TypeError(
             "index_put with a boolean mask beside other indices: "
-            + _SHAPE_DEPENDS.format("mask", "combine them into one mask")
+            + SHAPE_DEPENDS.format("mask", "combine them into one mask")
         )
     ((start, mask),) = masks
     mask = mask.astype(bool)
@@ -171,7 +164,7 @@ def _along_dim(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return wrapper
 
 
-def _along(dim: int, index: jax.Array) -> tuple[Any, ...]:
+def _at(dim: int, index: jax.Array) -> tuple[Any, ...]:
     return (slice(None),) * dim + (index,)
 
 
@@ -180,7 +173,7 @@ def _along(dim: int, index: jax.Array) -> tuple[Any, ...]:
 def index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     if x.shape[dim] == 0:
         return jnp.zeros((*x.shape[:dim], index.size, *x.shape[dim + 1 :]), x.dtype)
-    selected = x.at[_along(dim, index)]
+    selected = x.at[_at(dim, index)]
     return selected.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
@@ -190,11 +183,11 @@ def index_add(
     x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1
 ) -> jax.Array:
     source = source.reshape(_source_shape(x, dim, index))
-    wide = _widened(x.dtype)
+    wide = widened(x.dtype)
     addend = source.astype(wide) * jnp.asarray(alpha).astype(wide)
     if x.dtype.kind == "b":
-        return write(x, _along(dim, index), "max", addend.astype(bool))
-    return write(x.astype(wide), _along(dim, index), "add", addend)
+        return write(x, _at(dim, index), "max", addend.astype(bool))
+    return write(x.astype(wide), _at(dim, index), "add", addend)
 
 
 def _source_shape(x: jax.Array, dim: int, index: jax.Array) -> tuple[int, ...]:
@@ -205,7 +198,7 @@ def _source_shape(x: jax.Array, dim: int, index: jax.Array) -> tuple[int, ...]:
 @_along_dim
 def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
     source = source.reshape(_source_shape(x, dim, index)).astype(x.dtype)
-    return write(x, _along(dim, index), "set", source)
+    return write(x, _at(dim, index), "set", source)
 
 
 @lowers("index_fill.int_Scalar", "index_fill.int_Tensor")
@@ -216,7 +209,7 @@ def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Arra
     # A mask along the dim is cheaper than a scatter, and partitions like a pointwise op.
     position = _wrapped(index, x.shape[dim])
     filled = write(jnp.zeros(x.shape[dim], bool), (position,), "set", jnp.asarray(True))
-    filled = filled.reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+    filled = along(filled, dim, x.ndim)
     return jnp.where(filled, jnp.asarray(value).astype(x.dtype), x)
 
 
@@ -232,8 +225,8 @@ def index_reduce(
     include_self: bool = True,
 ) -> jax.Array:
     source = source.reshape(_source_shape(x, dim, index))
-    update = lambda base, method, value: write(base, _along(dim, index), method, value)
-    return _reduced(x, source, reduce, include_self, update)
+    update = lambda base, method, value: write(base, _at(dim, index), method, value)
+    return reduced(x, source, reduce, include_self, update)
 
 
 @lowers("take")
@@ -248,116 +241,10 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
     if index.size == 0:
         return x
-    wide = _widened(x.dtype) if accumulate else x.dtype
+    wide = widened(x.dtype) if accumulate else x.dtype
     source = source.reshape(index.shape).astype(wide)
     flat, position = x.reshape(-1).astype(wide), _wrapped(index, x.size)
     return write(flat, (position,), _method(x.dtype, accumulate), source).reshape(x.shape)
-
-
-# An index per element ------------------------------------------------------------------------
-
-
-def _cut(x: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
-    """``x`` cut to ``shape`` in every dim but ``dim``: torch lets an index be smaller."""
-    limits = [x.shape[d] if d == dim else n for d, n in enumerate(shape)]
-    return cut(x, [0] * x.ndim, limits)
-
-
-@lowers("gather")
-def gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
-    dim = wrap_dim(dim, x.ndim)
-    if index.size == 0:
-        return jnp.zeros(index.shape, x.dtype)
-    if x.ndim == 0 or index.ndim == 0:
-        return gather(x.reshape(-1), 0, index.reshape(-1)).reshape(index.shape)
-    x = _cut(x, index.shape, dim)
-    return jnp.take_along_axis(x, narrow(index, x.shape[dim]), dim, mode="promise_in_bounds")
-
-
-def _scatter(
-    x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, include_self: bool = True
-) -> jax.Array:
-    if index.size == 0:
-        return x
-    if x.ndim == 0 or index.ndim == 0:
-        src = src.reshape(-1) if getattr(src, "ndim", 0) else src
-        out = _scatter(x.reshape(-1), 0, index.reshape(-1), src, reduce, include_self)
-        return out.reshape(x.shape)
-    dim = wrap_dim(dim, x.ndim)
-    if getattr(src, "ndim", 0) == index.ndim:
-        src = cut(src, [0] * index.ndim, index.shape)
-    src = jnp.broadcast_to(jnp.asarray(src).astype(x.dtype), index.shape)
-    update = lambda base, method, value: write_each(base, dim, index, method, value)
-    return _reduced(x, src, reduce, include_self, update)
-
-
-def _reduced(
-    x: jax.Array,
-    src: jax.Array,
-    reduce: str,
-    include_self: bool,
-    update: Callable[[jax.Array, str, jax.Array], jax.Array],
-) -> jax.Array:
-    """``x`` with ``src`` combined into it by ``update(base, method, values)``, an update of the
-    scattered-to positions."""
-    if x.dtype.kind == "b":  # adding is or, multiplying is and
-        reduce = {"sum": "amax", "add": "amax", "prod": "amin", "multiply": "amin"}.get(
-            reduce, reduce
-        )
-    method, identity = _REDUCTIONS[reduce](x.dtype)
-    if method == "set":
-        return update(x, "set", src)
-    wide = _widened(x.dtype) if method in ("add", "multiply") else x.dtype
-    base, src = x.astype(wide), src.astype(wide)
-    if not include_self:
-        base = update(base, "set", jnp.full_like(src, identity))
-    out = update(base, method, src)
-    if reduce != "mean":
-        return out
-    first = jnp.full(x.shape, int(include_self), np.int32)
-    count = jnp.maximum(update(first, "add", jnp.ones_like(src, dtype=np.int32)), 1).astype(wide)
-    return out / count if jnp.issubdtype(wide, jnp.inexact) else jnp.floor_divide(out, count)
-
-
-# torch's name -> the method of `x.at[...]` and its identity for a dtype.
-_REDUCTIONS: dict[str, Callable[[Any], tuple[str, Any]]] = {
-    "set": lambda dtype: ("set", 0),
-    "sum": lambda dtype: ("add", 0),
-    "add": lambda dtype: ("add", 0),
-    "mean": lambda dtype: ("add", 0),
-    "prod": lambda dtype: ("multiply", 1),
-    "multiply": lambda dtype: ("multiply", 1),
-    "amax": lambda dtype: ("max", lowest(dtype)),
-    "amin": lambda dtype: ("min", highest(dtype)),
-}
-
-
-@lowers("scatter.src", "scatter.value")
-def scatter(x: jax.Array, dim: int, index: jax.Array, src: Any) -> jax.Array:
-    return _scatter(x, dim, index, src, "set")
-
-
-@lowers("scatter.reduce", "scatter.value_reduce")
-def scatter_with(x: jax.Array, dim: int, index: jax.Array, src: Any, *, reduce: str) -> jax.Array:
-    return _scatter(x, dim, index, src, reduce)
-
-
-@lowers("scatter_add")
-def scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
-    return _scatter(x, dim, index, src, "sum")
-
-
-@lowers("scatter_reduce.two")
-def scatter_reduce(
-    x: jax.Array,
-    dim: int,
-    index: jax.Array,
-    src: jax.Array,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> jax.Array:
-    return _scatter(x, dim, index, src, reduce, include_self)
 
 
 # Masks ---------------------------------------------------------------------------------------
@@ -423,7 +310,7 @@ def embedding_dense_backward(
     # What devices exchange has the dtype in which it is added up. On TPUs that is the parameter's,
     # as it is in torch on the CPU, and in JAX: single precision moves twice the bytes.
     on_tpu = context.here().platform == "tpu"
-    wide = grad if on_tpu else grad.astype(_widened(grad.dtype))
+    wide = grad if on_tpu else grad.astype(widened(grad.dtype))
     if scale_grad_by_freq:
         count = write(
             jnp.zeros(num_weights, wide.dtype),
@@ -436,75 +323,6 @@ def embedding_dense_backward(
         indices = jnp.where(indices == padding_idx, num_weights, indices)
     zeros = jnp.zeros((num_weights, grad.shape[-1]), wide.dtype)
     return write(zeros, (indices,), "add", wide)
-
-
-# Search --------------------------------------------------------------------------------------
-
-
-@lowers("searchsorted.Tensor", "searchsorted.Scalar")
-def searchsorted(
-    sorted_sequence: jax.Array,
-    x: Any,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: jax.Array | None = None,
-) -> jax.Array:
-    if sorter is not None:
-        sorted_sequence = gather(sorted_sequence, -1, sorter)
-    sequence, x = promote(sorted_sequence, x)
-    dtype = np.int32 if out_int32 else np.int64
-    if sequence.shape[-1] == 0 or x.size == 0:
-        return jnp.zeros(x.shape, dtype)
-    search = lambda line, values: jnp.searchsorted(
-        line, values, side=side or ("right" if right else "left")
-    )
-    for _ in range(sequence.ndim - 1):
-        search = jax.vmap(search)
-    return search(sequence, x).astype(dtype)
-
-
-@lowers("bucketize.Tensor", "bucketize.Scalar")
-def bucketize(
-    x: Any, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False
-) -> jax.Array:
-    return searchsorted(boundaries, x, out_int32=out_int32, right=right)
-
-
-# Reorderings ---------------------------------------------------------------------------------
-
-
-@lowers("roll")
-def roll(x: jax.Array, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> jax.Array:
-    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    if not dims:
-        return jnp.roll(x.reshape(-1), shifts[0]).reshape(x.shape)
-    return jnp.roll(x, shifts, [wrap_dim(d, x.ndim) for d in dims]) if x.ndim else x
-
-
-@lowers("flip")
-def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    return lax.rev(x, [wrap_dim(d, x.ndim) for d in dims]) if x.ndim else x
-
-
-@lowers("repeat")
-def repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
-    return jnp.tile(x, tuple(repeats))
-
-
-@lowers("repeat_interleave.Tensor")
-def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
-    if output_size is None:
-        raise TypeError(
-            "repeat_interleave without output_size: "
-            + _SHAPE_DEPENDS.format("tensor of repeats", "pass output_size")
-        )
-    ends = jnp.cumsum(repeats)
-    # Which input an output belongs to: the first whose end is behind it.
-    found = jnp.searchsorted(ends, jnp.arange(output_size, dtype=ends.dtype), side="right")
-    return found.astype(repeats.dtype)
 
 
 are(

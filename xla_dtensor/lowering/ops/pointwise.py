@@ -1,47 +1,30 @@
-"""Elementwise math: arithmetic, comparison, logic. Activations have their own file."""
+"""Elementwise functions of one and two operands, most of them rows of tables.
+
+Arithmetic, selection and activations have files of their own.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.special as jsp
 import numpy as np
 
-from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.kinds import Kind, are
 from xla_dtensor.lowering.ops.rounded import rounded
 from xla_dtensor.lowering.partitioned.per_slice import elementwise
 from xla_dtensor.lowering.promotion import (
-    converted,
-    is_exactly,
-    math_dtype,
+    is_complex,
+    is_integral,
     promote,
     promote_for_math,
     promote_to_float,
-    result_type,
 )
 from xla_dtensor.lowering.registry import lowers
-
-
-def is_integral(x: jax.Array) -> bool:
-    return np.dtype(x.dtype).kind in "biu"
-
-
-def is_complex(x: jax.Array) -> bool:
-    return np.dtype(x.dtype).kind == "c"
-
-
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` as ``dtype``; complex to real drops the imaginary part, as in torch."""
-    if is_complex(x) and np.dtype(dtype).kind not in "cb":
-        x = x.real
-    return converted(x, dtype)
-
 
 # Unary functions whose results are floating point, whatever the input.
 _FLOAT_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -207,188 +190,6 @@ def nan_to_num(x, nan=None, posinf=None, neginf=None):
     return jnp.where(x == -jnp.inf, jnp.asarray(low, x.dtype), x)
 
 
-# ------------------------------------------------------------------------------- arithmetic
-
-
-@lowers("add.Tensor", "add.Scalar")
-def add(x, y, alpha=1):
-    if _are_half(x, y) and is_exactly(alpha, 1):
-        # As rounded as a sum in float32, which has more than twice their digits. XLA sees that what
-        # devices add up, and then is added, can be added first: gradients of one tensor.
-        return x + y
-    number = _is_number(y)
-    x, y = _terms(x, y, alpha)
-    return rounded("add", x, y) if number else x + y
-
-
-def _terms(x, y, alpha):
-    """``x`` and ``alpha * y``. Of half precision torch rounds numbers before it adds."""
-    x, y = promote(x, y)
-    wide = math_dtype(x.dtype)
-    if wide != x.dtype and not is_exactly(alpha, 1):
-        alpha = jnp.asarray(alpha).astype(x.dtype).astype(wide)
-    return x.astype(wide), y.astype(wide) * alpha
-
-
-def _is_number(x):
-    """Whether it is a number of the program's, which XLA may compute with when it compiles."""
-    return isinstance(x, int | float)
-
-
-def _are_half(x, y):
-    """Whether both are tensors of one floating dtype that torch computes in float32."""
-    dtypes = getattr(x, "dtype", None), getattr(y, "dtype", None)
-    return dtypes[0] == dtypes[1] and dtypes[0] in _HALF
-
-
-_HALF = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-
-
-@lowers("sub.Tensor", "sub.Scalar")
-def sub(x, y, alpha=1):
-    if any(isinstance(v, bool) or getattr(v, "dtype", None) == np.bool_ for v in (x, y)):
-        raise RuntimeError(
-            "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying "
-            "to invert a mask, use the `~` or `logical_not()` operator instead."
-        )
-    number = _is_number(x) or _is_number(y)
-    x, y = _terms(x, y, alpha)
-    return rounded("sub", x, y) if number else x - y
-
-
-@lowers("rsub.Tensor", "rsub.Scalar")
-def rsub(x, y, alpha=1):
-    return sub(y, x, alpha)
-
-
-@lowers("mul.Tensor", "mul.Scalar")
-def mul(x, y):
-    x, y = promote_for_math(x, y)
-    return rounded("mul", x, y)
-
-
-@lowers("div.Tensor", "div.Scalar", "true_divide.Tensor", "true_divide.Scalar")
-def div(x, y):
-    return rounded("div", *promote_to_float(x, y))
-
-
-@lowers("div.Tensor_mode", "div.Scalar_mode")
-def div_mode(x, y, *, rounding_mode=None):
-    if rounding_mode is None:
-        return div(x, y)
-    if rounding_mode == "floor":
-        return floor_divide(x, y)
-    dtype = result_type(x, y)
-    x, y = promote_for_math(x, y)
-    if is_integral(x):
-        return jax.lax.div(*jnp.broadcast_arrays(x, y))
-    # torch rounds the quotient to the result's dtype before it truncates.
-    limits = jnp.finfo(dtype)
-    quotient = jax.lax.reduce_precision(rounded("div", x, y), limits.nexp, limits.nmant)
-    return jnp.trunc(quotient)
-
-
-@lowers("floor_divide", "floor_divide.Scalar")
-def floor_divide(x, y):
-    x, y = promote_for_math(x, y)
-    if is_integral(x):
-        return jnp.floor_divide(x, y)
-    # From the remainder, which is exact: floor(x / y) alone is off by one where x / y rounds up.
-    remainder_ = jax.lax.rem(*jnp.broadcast_arrays(x, y))
-    quotient = (x - remainder_) / y
-    quotient = quotient - ((remainder_ != 0) & ((y < 0) != (remainder_ < 0)))
-    rounded = jnp.floor(quotient)
-    rounded = rounded + (quotient - rounded > 0.5)
-    rounded = jnp.where(quotient == 0, jnp.copysign(jnp.zeros_like(quotient), x / y), rounded)
-    return jnp.where(y == 0, x / y, rounded)
-
-
-@lowers("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
-def remainder(x, y):
-    return jnp.remainder(*promote_for_math(x, y))
-
-
-@lowers("fmod.Tensor", "fmod.Scalar")
-def fmod(x, y):
-    return jax.lax.rem(*jnp.broadcast_arrays(*promote_for_math(x, y)))
-
-
-@lowers("pow.Tensor_Tensor", "pow.Scalar")
-def pow_tensor(x, y):
-    x, y = promote_for_math(x, y)
-    if x.dtype == np.bool_:
-        return x | ~y
-    if not is_integral(x):
-        return jnp.power(x, y)
-    if np.dtype(y.dtype).kind == "u":
-        return jnp.power(x, y)
-    # 1 / x**-y, truncated: not 0 only for x = 1 and -1.
-    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, 1 - 2 * (y & 1), 0))
-    return jnp.where(y < 0, inverse, jnp.power(x, jnp.maximum(y, 0))).astype(x.dtype)
-
-
-def _has_own_power(name: str, exponent: Any) -> bool:
-    """Whether a power is computed in another way than the general one."""
-    return isinstance(exponent, int) or any(exponent == y for y in _OWN_POWERS)
-
-
-_OWN_POWERS = (2.0, 0.5, -0.5, 1.0, 0.0, -1.0, 3.0, -2.0, -3.0)
-
-
-@lowers("pow.Tensor_Scalar", static_scalars=_has_own_power)
-def pow_scalar(x, y):
-    """``x**2`` is a multiplication, far cheaper than a general power."""
-    base, _ = promote_for_math(x, y)
-    if isinstance(y, jax.core.Tracer):
-        return pow_tensor(x, y)
-    if isinstance(y, bool | int) or (isinstance(y, float) and y.is_integer() and abs(y) <= 3):
-        if is_integral(base) and y < 0:
-            raise RuntimeError("Integers to negative integer powers are not allowed.")
-        if y in (2, 3):  # as one product after the other, whatever is computed with it
-            return functools.reduce(functools.partial(rounded, "mul"), [base] * int(y))
-        return jax.lax.integer_pow(base.astype(np.int64) if base.dtype == bool else base, int(y))
-    if y == 0.5:
-        return jnp.sqrt(base)
-    if y == -0.5:
-        return 1 / jnp.sqrt(base)
-    return pow_tensor(x, y)
-
-
-# torch's decomposition calls the above, with numbers that must be static here, too.
-@lowers("_foreach_pow.Scalar", static_scalars=_has_own_power)
-def foreach_pow(xs, exponent):
-    return [pow_scalar(x, exponent) for x in xs]
-
-
-@lowers("_foreach_pow.ScalarList", static_scalars=True)
-def foreach_pow_each(xs, exponent):
-    return [pow_scalar(x, y) for x, y in zip(xs, exponent, strict=True)]
-
-
-@lowers("addcmul")
-def addcmul(x, y, z, *, value=1):
-    x, y, z = promote_for_math(x, y, z)
-    return x + value * y * z
-
-
-@lowers("addcdiv")
-def addcdiv(x, y, z, *, value=1):
-    x, y, z = promote_to_float(x, y, z)
-    return x + value * y / z
-
-
-@lowers("lerp.Scalar", "lerp.Tensor")
-def lerp(start, end, weight):
-    start, end = promote_for_math(start, end)
-    weight = jnp.asarray(weight).astype(start.dtype)
-    # From the nearer end, so that weight 0 and 1 give start and end exactly.
-    return jnp.where(
-        jnp.abs(weight) < 0.5,
-        start + weight * (end - start),
-        end - (end - start) * (1 - weight),
-    )
-
-
 # ---------------------------------------------------------------------- binary float functions
 
 
@@ -499,70 +300,3 @@ def left_shift(x, y):
 def right_shift(x, y):
     x, y = promote(x, y)
     return _shift(x, y, jnp.right_shift, jnp.where(x < 0, -1, 0).astype(x.dtype))
-
-
-# -------------------------------------------------------------------------- selection, copying
-
-
-@lowers("where.self")
-def where(condition, x, y):
-    x, y = promote(x, y)
-    return jnp.where(condition != 0, x, y)
-
-
-@lowers("masked_fill.Scalar", "masked_fill.Tensor")
-def masked_fill(x, mask, value):
-    return jnp.where(mask, cast(jnp.asarray(value), x.dtype), x)
-
-
-@lowers("clamp", "clamp.Tensor", "clip", "clip.Tensor")
-def clamp(x, min=None, max=None):
-    operands = promote(*(v for v in (x, min, max) if v is not None))
-    x, bounds = operands[0], list(operands[1:])
-    if min is not None:
-        x = jnp.maximum(x, bounds.pop(0))
-    if max is not None:
-        x = jnp.minimum(x, bounds.pop(0))
-    return x
-
-
-@lowers("clamp_min", "clamp_min.Tensor")
-def clamp_min(x, min):
-    return clamp(x, min)
-
-
-@lowers("clamp_max", "clamp_max.Tensor")
-def clamp_max(x, max):
-    return clamp(x, None, max)
-
-
-@lowers("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
-def isin(elements, tests, *, assume_unique=False, invert=False):
-    elements, tests = promote(elements, tests)
-    return jnp.isin(elements, tests, invert=invert)
-
-
-@lowers("_to_copy")
-def to_copy(x, *, dtype=None):
-    return x if dtype is None else cast(x, to_jax_dtype(dtype))
-
-
-@lowers("copy")
-def copy(x, source, non_blocking=False):
-    return jnp.broadcast_to(cast(source, x.dtype), x.shape)
-
-
-@lowers("fill.Scalar", "fill.Tensor")
-def fill(x, value):
-    return jnp.broadcast_to(cast(jnp.asarray(value), x.dtype), x.shape)
-
-
-@lowers("complex")
-def complex_(real, imag):
-    return jax.lax.complex(*jnp.broadcast_arrays(*promote_for_math(real, imag)))
-
-
-@lowers("polar")
-def polar(magnitude, angle):
-    magnitude, angle = promote_for_math(magnitude, angle)
-    return jax.lax.complex(magnitude * jnp.cos(angle), magnitude * jnp.sin(angle))

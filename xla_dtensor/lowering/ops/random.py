@@ -22,7 +22,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.random import threefry
 from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.meta import meta_of
-from xla_dtensor.lowering.ops.factory import factory_dtype
+from xla_dtensor.lowering.ops.factory import dtype_like, factory_dtype
 from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import is_exactly
 from xla_dtensor.lowering.registry import lowers
@@ -85,10 +85,6 @@ def _integers(key: jax.Array, shape: Shape, low: Any, span: Any) -> jax.Array:
     return offset + low
 
 
-def _like(x: jax.Array, dtype: torch.dtype | None) -> np.dtype:
-    return x.dtype if dtype is None else to_jax_dtype(dtype)
-
-
 # Factories -----------------------------------------------------------------------------------
 
 
@@ -104,12 +100,12 @@ def randn(key: jax.Array, size: Shape, *, dtype: torch.dtype | None = None) -> j
 
 @lowers("rand_like", "rand_like.generator", random=True)
 def rand_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _uniform(key, x.shape, _like(x, dtype))
+    return _uniform(key, x.shape, dtype_like(x, dtype))
 
 
 @lowers("randn_like", "randn_like.generator", random=True)
 def randn_like(key: jax.Array, x: jax.Array, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return _normal(key, x.shape, _like(x, dtype))
+    return _normal(key, x.shape, dtype_like(x, dtype))
 
 
 @lowers("randint", "randint.generator", random=True)
@@ -130,21 +126,21 @@ def randint_low(
 def randint_like(
     key: jax.Array, x: jax.Array, high: int, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return _integers(key, x.shape, 0, high).astype(_like(x, dtype))
+    return _integers(key, x.shape, 0, high).astype(dtype_like(x, dtype))
 
 
 @lowers("randint_like.Tensor", "randint_like.Tensor_generator", random=True)
 def randint_like_tensor(
     key: jax.Array, x: jax.Array, high: jax.Array, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return _integers(key, x.shape, 0, high.reshape(())).astype(_like(x, dtype))
+    return _integers(key, x.shape, 0, high.reshape(())).astype(dtype_like(x, dtype))
 
 
 @lowers("randint_like.low_dtype", "randint_like.low_generator_dtype", random=True)
 def randint_like_low(
     key: jax.Array, x: jax.Array, low: int, high: int, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return _integers(key, x.shape, low, high - low).astype(_like(x, dtype))
+    return _integers(key, x.shape, low, high - low).astype(dtype_like(x, dtype))
 
 
 @lowers("randperm", "randperm.generator", random=True)

@@ -11,23 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.lowering.ops.pointwise import cast, is_complex, is_integral, logaddexp
+from xla_dtensor.lowering.dims import axes_of
+from xla_dtensor.lowering.ops.pointwise import logaddexp
 from xla_dtensor.lowering.partitioned.extremes import greatest, least
 from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, scan
-from xla_dtensor.lowering.promotion import float_dtype, math_dtype, promote_to_float
+from xla_dtensor.lowering.promotion import (
+    cast,
+    float_dtype,
+    is_complex,
+    is_integral,
+    math_dtype,
+    promote_to_float,
+)
 from xla_dtensor.lowering.registry import lowers
 from xla_dtensor.lowering.workarounds import BITS_OF_DOUBLES
-
-Dims = int | Sequence[int] | None
-
-
-def axes_of(dim: Dims, ndim: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
-    """The reduced axes; ``None``, and by default ``[]``, mean all. A 0-d tensor has the dims 0
-    and -1, which reduce nothing."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0 and empty_is_all):
-        return tuple(range(ndim))
-    dims = (dim,) if isinstance(dim, int) else dim
-    return tuple(d % ndim for d in dims) if ndim else ()
 
 
 def _count(x: jax.Array, axes: Sequence[int]) -> int:
@@ -43,12 +40,7 @@ def _accumulator(x: jax.Array, dtype: Any) -> jax.Array:
     return cast(x, math_dtype(target))
 
 
-@lowers("sum.default")
-def sum_all(x, *, dtype=None):
-    return jnp.sum(_accumulator(x, dtype))
-
-
-@lowers("sum.dim_IntList")
+@lowers("sum.default", "sum.dim_IntList")
 def sum_(x, dim=None, keepdim=False, *, dtype=None):
     return jnp.sum(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
 
@@ -60,25 +52,15 @@ def nansum(x, dim=None, keepdim=False, *, dtype=None):
     return sum_(x, dim, keepdim, dtype=dtype)
 
 
-@lowers("mean.default")
-def mean_all(x, *, dtype=None):
-    return mean(x, dtype=dtype)
-
-
-@lowers("mean.dim")
+@lowers("mean.default", "mean.dim")
 def mean(x, dim=None, keepdim=False, *, dtype=None):
     axes = axes_of(dim, x.ndim)
     x = _accumulator(x, dtype)
     return jnp.sum(x, axes, keepdims=keepdim) / jnp.asarray(_count(x, axes), x.dtype)
 
 
-@lowers("prod.default")
-def prod_all(x, *, dtype=None):
-    return jnp.prod(_accumulator(x, dtype))
-
-
-@lowers("prod.dim_int")
-def prod(x, dim, keepdim=False, *, dtype=None):
+@lowers("prod.default", "prod.dim_int")
+def prod(x, dim=None, keepdim=False, *, dtype=None):
     return jnp.prod(_accumulator(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
 
 
@@ -92,24 +74,17 @@ def count_nonzero(x, dim=None):
     return jnp.sum(x != 0, axes_of(dim, x.ndim), dtype=np.int64)
 
 
-@lowers("any.default", "any.dim")
-def any_(x, dim=None, keepdim=False):
-    return jnp.any(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
+def _truth(reduce: Callable, empty_is_all: bool) -> Callable:
+    def found(x, dim=None, keepdim=False):
+        axes = axes_of(dim, x.ndim, empty_is_all=empty_is_all)
+        return reduce(x != 0, axes, keepdims=keepdim)
+
+    return found
 
 
-@lowers("all.default", "all.dim")
-def all_(x, dim=None, keepdim=False):
-    return jnp.all(x != 0, axes_of(dim, x.ndim), keepdims=keepdim)
-
-
-@lowers("any.dims")
-def any_dims(x, dim=None, keepdim=False):
-    return jnp.any(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
-
-
-@lowers("all.dims")
-def all_dims(x, dim=None, keepdim=False):
-    return jnp.all(x != 0, axes_of(dim, x.ndim, empty_is_all=False), keepdims=keepdim)
+for _name, _reduce in (("any", jnp.any), ("all", jnp.all)):
+    lowers(f"{_name}.default", f"{_name}.dim")(_truth(_reduce, empty_is_all=True))
+    lowers(f"{_name}.dims")(_truth(_reduce, empty_is_all=False))
 
 
 @lowers("hash_tensor")
@@ -141,12 +116,12 @@ def _hash(axes, keepdim, x):
 # ------------------------------------------------------------------------------------ extrema
 
 
-@lowers("amax")
+@lowers("amax", "max.default")
 def amax(x, dim=(), keepdim=False):
     return greatest(x, axes_of(dim, x.ndim), keepdim)
 
 
-@lowers("amin")
+@lowers("amin", "min.default")
 def amin(x, dim=(), keepdim=False):
     return least(x, axes_of(dim, x.ndim), keepdim)
 
@@ -154,16 +129,6 @@ def amin(x, dim=(), keepdim=False):
 @lowers("aminmax")
 def aminmax(x, *, dim=None, keepdim=False):
     return amin(x, dim, keepdim), amax(x, dim, keepdim)
-
-
-@lowers("max.default")
-def max_all(x):
-    return greatest(x)
-
-
-@lowers("min.default")
-def min_all(x):
-    return least(x)
 
 
 @lowers("argmax")
@@ -188,72 +153,6 @@ def max_dim(x, dim, keepdim=False):
 @lowers("min.dim")
 def min_dim(x, dim, keepdim=False):
     return amin(x, dim, keepdim), argmin(x, dim, keepdim)
-
-
-# ------------------------------------------------------------------------- order statistics
-
-
-def _kth(x: jax.Array, k: Any, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
-    """The values of rank ``k`` (a number, or an array with size 1 along ``dim``), and where."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    order = jnp.argsort(x, axis=dim, stable=True)  # NaNs last
-    k = jnp.broadcast_to(k, [1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)])
-    index = jnp.take_along_axis(order, k, axis=dim)
-    value = jnp.take_along_axis(x, index, axis=dim)
-    return (value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim))
-
-
-@lowers("kthvalue")
-def kthvalue(x, k, dim=-1, keepdim=False):
-    return _kth(x, k - 1, dim, keepdim)
-
-
-@lowers("median.dim")
-def median(x, dim, keepdim=False):
-    if x.ndim == 0:
-        return _kth(x, 0, dim, keepdim)
-    rank = jnp.asarray((x.shape[dim] - 1) // 2)
-    if not is_integral(x):
-        # One NaN makes the median NaN: the first, in the order that puts NaNs last.
-        is_nan = jnp.isnan(x)
-        first_nan = x.shape[dim] - jnp.sum(is_nan, axis=dim, keepdims=True)
-        rank = jnp.where(jnp.any(is_nan, axis=dim, keepdims=True), first_nan, rank)
-    return _kth(x, rank, dim, keepdim)
-
-
-@lowers("nanmedian.dim")
-def nanmedian(x, dim, keepdim=False):
-    if x.ndim == 0 or is_integral(x):
-        return median(x, dim, keepdim)
-    valid = jnp.sum(~jnp.isnan(x), axis=dim, keepdims=True)
-    return _kth(x, jnp.maximum(valid - 1, 0) // 2, dim, keepdim)
-
-
-@lowers("mode")
-def mode(x, dim=-1, keepdim=False):
-    """The most frequent value, the smallest of several, and its last position."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    ordered = jnp.sort(x, axis=dim)
-    index = jax.lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
-    before = jnp.roll(ordered, 1, axis=dim)
-    starts = jnp.where((index == 0) | (ordered != before), index, 0)
-    run = index - jax.lax.cummax(starts, axis=dim % x.ndim)  # position within its run of equals
-    best = jnp.argmax(run, axis=dim, keepdims=True)
-    value = jnp.take_along_axis(ordered, best, axis=dim)
-    where = jnp.max(jnp.where(x == value, index, 0), axis=dim, keepdims=True)
-    return (value, where) if keepdim else (value.squeeze(dim), where.squeeze(dim))
-
-
-@lowers("median.default")
-def median_all(x):
-    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else median(x.reshape(-1), 0)[0]
-
-
-@lowers("nanmedian.default")
-def nanmedian_all(x):
-    return jnp.asarray(jnp.nan, x.dtype) if x.size == 0 else nanmedian(x.reshape(-1), 0)[0]
 
 
 # --------------------------------------------------------------------------- moments and norms

@@ -1,4 +1,4 @@
-"""Joining, padding, shuffling and sorting."""
+"""Joining, padding, shuffling, reversing and repeating."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from xla_dtensor.lowering.ops.view import wrap_dim
+from xla_dtensor.lowering.dims import wrap_dim
+from xla_dtensor.lowering.ops.indexing import SHAPE_DEPENDS
 from xla_dtensor.lowering.partitioned.padding import padded
-from xla_dtensor.lowering.partitioned.per_slice import per_slice
 from xla_dtensor.lowering.promotion import math_dtype, promote
 from xla_dtensor.lowering.registry import lowers
 
@@ -120,71 +119,36 @@ def rot90(x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
     return jnp.rot90(x, k, tuple(dims))
 
 
-# Sorting -------------------------------------------------------------------------------------
+# Reorderings ---------------------------------------------------------------------------------
 
 
-def _sorted(x: jax.Array, dim: int, descending: bool) -> tuple[jax.Array, jax.Array]:
-    """Values and their positions, equal ones in their original order; NaN is the greatest."""
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    dim = wrap_dim(dim, x.ndim)
-    positions = lax.broadcasted_iota(np.int64 if x.shape[dim] >= 2**31 else np.int32, x.shape, dim)
-    if descending:  # reversed before and after, so that equal values keep their order
-        x, positions = lax.rev(x, [dim]), lax.rev(positions, [dim])
-    values, positions = lax.sort((x, positions), dimension=dim, is_stable=True, num_keys=1)
-    if descending:
-        values, positions = lax.rev(values, [dim]), lax.rev(positions, [dim])
-    return values, positions.astype(np.int64)
+@lowers("roll")
+def roll(x: jax.Array, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> jax.Array:
+    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if not dims:
+        return jnp.roll(x.reshape(-1), shifts[0]).reshape(x.shape)
+    return jnp.roll(x, shifts, [wrap_dim(d, x.ndim) for d in dims]) if x.ndim else x
 
 
-@lowers("sort")
-def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    return _sorted(x, dim, descending)
+@lowers("flip")
+def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    return lax.rev(x, [wrap_dim(d, x.ndim) for d in dims]) if x.ndim else x
 
 
-@lowers("sort.stable")
-def sort_stable(
-    x: jax.Array, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    return _sorted(x, dim, descending)
+@lowers("repeat")
+def repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
+    return jnp.tile(x, tuple(repeats))
 
 
-@lowers("argsort")
-def argsort(x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
-    return _sorted(x, dim, descending)[1]
-
-
-@lowers("argsort.stable")
-def argsort_stable(
-    x: jax.Array, *, stable: bool = True, dim: int = -1, descending: bool = False
-) -> jax.Array:
-    return _sorted(x, dim, descending)[1]
-
-
-@lowers("msort")
-def msort(x: jax.Array) -> jax.Array:
-    return _sorted(x, 0, False)[0]
-
-
-@lowers("topk")
-def topk(
-    x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[jax.Array, jax.Array]:
-    if x.ndim == 0:
-        return x, jnp.zeros((), np.int64)
-    dim = wrap_dim(dim, x.ndim)
-    if k == 0 or x.size == 0:
-        shape = (*x.shape[:dim], k, *x.shape[dim + 1 :])
-        return jnp.zeros(shape, x.dtype), jnp.zeros(shape, np.int64)
-    keys = jnp.moveaxis(x, dim, -1)
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        # XLA orders NaNs by their sign bit; torch has all of them as the greatest.
-        keys = jnp.where(jnp.isnan(keys), jnp.asarray(jnp.nan, x.dtype), keys)
-        reverse = jnp.negative
-    else:
-        keys = keys.astype(np.uint8) if x.dtype.kind == "b" else keys
-        reverse = jnp.invert  # unlike negation it has no overflow
-    select = lambda keys: tuple(lax.top_k(keys, k))
-    values, positions = per_slice(select, x.ndim - 1, keys if largest else reverse(keys))
-    values = (values if largest else reverse(values)).astype(x.dtype)
-    return jnp.moveaxis(values, -1, dim), jnp.moveaxis(positions, -1, dim).astype(np.int64)
+@lowers("repeat_interleave.Tensor")
+def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
+    if output_size is None:
+        raise TypeError(
+            "repeat_interleave without output_size: "
+            + SHAPE_DEPENDS.format("tensor of repeats", "pass output_size")
+        )
+    ends = jnp.cumsum(repeats)
+    # Which input an output belongs to: the first whose end is behind it.
+    found = jnp.searchsorted(ends, jnp.arange(output_size, dtype=ends.dtype), side="right")
+    return found.astype(repeats.dtype)

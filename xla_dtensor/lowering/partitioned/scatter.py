@@ -48,7 +48,7 @@ def write(x: jax.Array, positions: Positions, method: str, value: jax.Array) -> 
         value: of the dtype of ``x``; broadcast to what ``x[positions]`` would be.
     """
     if x.dtype.kind == "c" and method in ("set", "add"):
-        # XLA's partitioner can't pad a complex operand, and aborts.
+        # In its parts: XLA can't pad a complex one (`base/xla_faults.py:COMPLEX_SCATTERS`).
         parts = zip((x.real, x.imag), (value.real, value.imag), strict=True)
         return lax.complex(*(write(part, positions, method, v) for part, v in parts))
     dims = [d for d, p in enumerate(positions) if not isinstance(p, slice)]

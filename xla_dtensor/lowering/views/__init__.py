@@ -1,0 +1,1 @@
+"""Views: what each reads from its base, and how a write to it goes back."""
