@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
+from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
 from xla_dtensor.checkpoint.coordination import Together
 from xla_dtensor.checkpoint.files.records import Part, StoredTensor, read_parts
 from xla_dtensor.checkpoint.files.safetensors_format import files_of, read_header, write_files
@@ -142,11 +143,11 @@ def _load(model: nn.Module, name: str, tensor: Any, file: Any, stored: StoredTen
 def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    old = module._parameters.get(last)
+    old = parameters_of(module).get(last)
     if old is not None:
         module.register_parameter(last, nn.Parameter(value.detach(), old.requires_grad))
     else:
-        module._buffers[last] = value
+        buffers_of(module)[last] = value
 
 
 def save_safetensors(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.optim import Optimizer
 
 from xla_dtensor.base.torch_private import get_fqns
+from xla_dtensor.base.torch_private.attributes import cpp_address
 from xla_dtensor.checkpoint import stand_ins
 from xla_dtensor.checkpoint.tensor_kinds import Kind, fits, kind_of, like_saved, size_of
 from xla_dtensor.errors import CheckpointError
@@ -349,4 +350,4 @@ def memory_of(tensor: torch.Tensor) -> tuple[bool, int]:
     """Which memory a tensor sees."""
     if isinstance(tensor, Ours):
         return True, id(tensor._storage_)
-    return False, tensor.untyped_storage()._cdata
+    return False, cpp_address(tensor.untyped_storage())

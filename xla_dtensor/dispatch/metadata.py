@@ -15,6 +15,7 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import suggest_memory_format
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.become import become, refuse_shared
@@ -44,7 +45,7 @@ def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 @handles(*_IN_PLACE_VIEWS)
 def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    schema = func._schema
+    schema = schema_of(func)
     name = f"{schema.name}.{schema.overload_name or 'default'}"
     become(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
     return args[0]

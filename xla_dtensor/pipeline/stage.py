@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base.torch_private import PipelineStageBase, pytree
+from xla_dtensor.base.torch_private.attributes import set_input_count
 from xla_dtensor.compilation import compile as compile_step
 from xla_dtensor.errors import MeshError, MeshMismatchError, PipelineError
 from xla_dtensor.mesh import frame_of, root_mesh
@@ -210,10 +211,7 @@ class PipelineStage(PipelineStageBase):
             if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
                 value.retain_grad()  # torch reads the gradients of all inputs
         count = len(args) if self.is_first else len(self._activations[fwd_chunk_id])
-        # torch counts the arguments that gradients go back to by this; 2.11 and 2.12 don't.
-        meta = getattr(self, "_stage_meta", None)
-        if meta is not None:
-            meta.inputs = (None,) * count
+        set_input_count(self, count)
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:

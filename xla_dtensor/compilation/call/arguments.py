@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
 from xla_dtensor.base.tables.keys import exact
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.compilation.call.argument_names import difference, paths, paths_by_id
 from xla_dtensor.compilation.call.buckets import Length, Padding
 from xla_dtensor.compilation.code.identities import SameIdentity, aliases
@@ -210,7 +211,7 @@ class Arguments:
             return (
                 (cls, *value.shape),
                 value.stride(),
-                value._is_view(),  # of which another part may be what the step finds elsewhere
+                is_view(value),  # of which another part may be what the step finds elsewhere
                 value.dtype,
                 value.device,
                 value.requires_grad,

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from xla_dtensor.base.numbers.python_numbers import is_number
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
     ArgumentContainer,
@@ -136,7 +137,7 @@ class OutputRecipes:
         if value.requires_grad and value.is_leaf:
             return self._leaf(value, self._copy(value))
         if value.requires_grad:
-            root = value._base if value._is_view() else value
+            root = value._base if is_view(value) else value
             further = _further(value, root)
             if further is None or not is_view_by_torch(value, root):
                 root, further = value, ()
@@ -145,7 +146,7 @@ class OutputRecipes:
         if not _is_plain(value) and value._steps:
             return self._copy(value)
         # What it is a view of to autograd; or itself.
-        root = value._base if value._is_view() else None if value._steps else value
+        root = value._base if is_view(value) else None if value._steps else value
         if root is not None and (root._storage_ is not storage or root._steps):
             root = None
         if root is not None and id(storage) not in self._wholes:
@@ -174,7 +175,7 @@ class OutputRecipes:
         known = self._known.get(id(root))
         if known is not None and isinstance(known[1], NewTensor):
             return known[1]
-        own = root._steps or root._is_view()
+        own = root._steps or is_view(root)
         template = self._copy(root) if own else self._whole(root._storage_)
         self._known[id(root)] = root, template
         if self._history.takes(root):
@@ -215,7 +216,7 @@ class OutputRecipes:
         of, base = found or (value, value)
         detached = not value.requires_grad and (
             base.requires_grad
-            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
+            or not (is_view(value) and any(value._base is t for t in (base, base._base)))
         )
         return ViewRecipe(of, value._steps[len(base._steps) :], detached, value)
 

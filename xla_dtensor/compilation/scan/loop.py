@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.base.torch_private.attributes import hooks_of_tensor
 from xla_dtensor.compilation.scan.arrays import (
     fresh,
     in_form,
@@ -342,7 +343,7 @@ def _unhooked(tensors: list[Any]) -> Iterator[None]:
     """Let the hooks of tensors not run in a block. Those of the first layer's parameters would, in
     the body of the loop, which is for all layers; each layer's own run where it gets its gradient.
     What a layer is given has one that lays its gradient out as itself, which nobody asks for."""
-    hooks = [t._backward_hooks for t in tensors if t._backward_hooks]
+    hooks = [own for own in map(hooks_of_tensor, tensors) if own]
     before = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import set_version_counter
+from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
 from xla_dtensor.tensors.base import grad_of
 
 
@@ -150,8 +151,9 @@ def _version(tensor: Any) -> int:
 def hooks_of(tensor: Any) -> tuple[Any, ...]:
     """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
-    backward = getattr(tensor, "_backward_hooks", None)
-    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not isinstance(tensor, torch.Tensor):
+        return found  # an edge of autograd's graph
+    backward, accumulated = hooks_of_tensor(tensor), hooks_after_accumulation(tensor)
     if not backward and not accumulated:
         return found
     own = getattr(getattr(tensor, "_landing", None), "id", None)

@@ -23,6 +23,7 @@ from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
+from xla_dtensor.base.torch_private.attributes import sequence_number_of
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns
@@ -224,7 +225,7 @@ class StepTrace(Tracing):
 
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""
-        return tensor.grad_fn._sequence_nr() >= self.history_begins
+        return sequence_number_of(tensor.grad_fn) >= self.history_begins
 
     def writing(self, storage: Storage) -> None:
         if storage.version < self.loop_begins:

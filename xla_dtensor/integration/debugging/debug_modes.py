@@ -13,6 +13,11 @@ import torch
 
 from xla_dtensor.base import torch_private
 from xla_dtensor.base.torch_private import HigherOrderOperator
+from xla_dtensor.base.torch_private.attributes import (
+    explicit_redistribution,
+    record_call,
+    record_result,
+)
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -159,9 +164,9 @@ def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any)
     stack = mode.record_stack_trace
     call = module["_OpCall"](func, given, named, mode.call_depth, stack=stack)
     module["_run_dispatch_pre_log_hooks"](call, func, types, given, named)
-    mode._record_call(call)
+    record_call(mode, call)
     result = func(*given, **named)
-    mode._record_call_output(call, result)
+    record_result(mode, call, result)
     module["_run_dispatch_hooks"](call, func, types, given, named, result)
     return result
 
@@ -186,10 +191,11 @@ def _enter_explicit(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
 def _observe(module: Any, name: str, redistributions: Any, mesh: Any) -> None:
     """As the context does for DTensors: raise, or warn, if the innermost context of the thread
     forbids what is about to be redistributed."""
-    active = getattr(module["ExplicitRedistributionContext"]._local, "_active", None)
-    if active is None or not getattr(active, "_enable", True):
+    active = explicit_redistribution(module["ExplicitRedistributionContext"])
+    if active is None:
         return
-    if not getattr(active, "_strict", False):
+    is_strict, raises = active
+    if not is_strict:
         redistributions = [
             each
             for each in redistributions
@@ -202,6 +208,6 @@ def _observe(module: Any, name: str, redistributions: Any, mesh: Any) -> None:
         f"active: on {mesh!r} it wants {'; '.join(map(str, redistributions))}. Call "
         "x.redistribute(placements=...) before it"
     )
-    if getattr(active, "_raise_on_redistribution", True):
+    if raises:
         raise PlacementError(text)
     module["logger"].warning(text)

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.integration.modules import lazy as lazy_modules
 
 
@@ -49,16 +50,16 @@ def install() -> None:
     @functools.wraps(original)
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
         lazy = lazy_modules.set_aside(self, fn)
-        before = {key: p for key, p in self._parameters.items() if p is not None}
+        before = {key: p for key, p in parameters_of(self).items() if p is not None}
         outermost = _moved.by_id is None
         if outermost:
             _moved.by_id = {}
         try:
             result = original(self, fn, *args, **kwargs)
             for key, parameter in before.items():
-                now = self._parameters[key]
+                now = parameters_of(self)[key]
                 if now is not None and now is not parameter and _is_ours(now, parameter):
-                    self._parameters[key] = _same(parameter, now)
+                    parameters_of(self)[key] = _same(parameter, now)
         finally:
             lazy_modules.put_back(lazy)
             if outermost:

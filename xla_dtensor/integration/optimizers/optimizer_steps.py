@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 from xla_dtensor.base import executor, interrupts, thread_state, torch_private
 from xla_dtensor.base.numbers.number_functions import larger, smaller
 from xla_dtensor.base.torch_private import OPTIMIZER_FUNCTIONS, one_by_one, set_version_counter
+from xla_dtensor.base.torch_private.attributes import set_scripted_as
 from xla_dtensor.integration.optimizers import adam
 from xla_dtensor.integration.optimizers.sgd import begin_momentum
 from xla_dtensor.runtime import abstract
@@ -204,7 +205,7 @@ def _closure(function: Callable[[], Any]) -> Callable[[], Any]:
 def _as_scripted(function: Callable[..., None], update: Any) -> Callable[..., None]:
     """``update``, of which TorchScript takes ``function``, as of `torch.jit.script_if_tracing`'s:
     torch.distributed.optim is scripted when it is imported."""
-    update.__original_fn, update.__script_if_tracing_wrapper = function, True
+    set_scripted_as(update, function)
     return update
 
 
