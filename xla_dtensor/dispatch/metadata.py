@@ -22,7 +22,8 @@ from xla_dtensor.execution.become import become, refuse_shared
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.plans.ops import handles
-from xla_dtensor.tensors.base import TensorMethods, refuse_other_kind
+from xla_dtensor.tensors.base import refuse_other_kind
+from xla_dtensor.tensors.of_form import is_ours
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ _IN_PLACE_VIEWS = {
 @handles("aten::_has_compatible_shallow_copy_type.default")
 def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Asked by the ``data`` setter below autograd."""
-    return isinstance(args[0], TensorMethods) and isinstance(args[1], TensorMethods)
+    return is_ours(args[0]) and is_ours(args[1])
 
 
 @handles(*_IN_PLACE_VIEWS)

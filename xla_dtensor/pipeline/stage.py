@@ -16,7 +16,7 @@ from xla_dtensor.errors import MeshError, MeshMismatchError, PipelineError
 from xla_dtensor.mesh import frame_of, root_mesh
 from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.pipeline.transfer import to_stage
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class _OneRank(MeshGroup):
@@ -206,7 +206,7 @@ class PipelineStage(PipelineStageBase):
             lambda value: to_stage(value, self.mesh, what), (args, kwargs or {})
         )
         if self.compiled is not None:  # the parts of a batch would be views in different places
-            args, kwargs = pytree.tree_map_only(TensorMethods, _own, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(is_ours, _own, (args, kwargs))
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
                 value.retain_grad()  # torch reads the gradients of all inputs
@@ -259,7 +259,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, what: str) -> None:
     loose = []
     named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
-        ours = isinstance(tensor, TensorMethods)
+        ours = is_ours(tensor)
         if not ours or tensor.is_meta:
             raise PipelineError(
                 f"{what}: {name!r} is on the {tensor.device.type} device: bring the module to its "

@@ -37,7 +37,7 @@ from xla_dtensor.compilation.trace.external_tensors import hooks_of
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 from xla_dtensor.tensors.base import requires_grad_of_tensor
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Plant = Callable[[Place, Any, Any], None]
@@ -205,7 +205,7 @@ class Arguments:
         if isinstance(value, torch.Tensor):
             if cls is not torch.Tensor and not is_library_class(cls):
                 self._objects.append(("the class of ", value, cls))
-            if isinstance(value, Ours):
+            if is_ours(value):
                 return cls, self._tensor(value)
             self.tensors.append(value)
             return (

@@ -30,7 +30,7 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.subclasses import is_shown, shown_class
 
 
@@ -69,7 +69,7 @@ class OutputRecipes:
         """Find those among ``values`` that have a history: others may show the same memory without
         it (``detach()``), and depend on them."""
         for value in values:
-            given = isinstance(value, Ours) and value.requires_grad and not value.is_leaf
+            given = is_ours(value) and value.requires_grad and not value.is_leaf
             if given and self._trace.owns(value._storage_):
                 self.tensor(value)
 
@@ -85,7 +85,7 @@ class OutputRecipes:
             if not is_number(value):  # nobody knows it: this raises
                 value.node.guard_float("", 0)
             return ComputedNumber(value.node)
-        if isinstance(value, Ours):
+        if is_ours(value):
             return self.tensor(value)
         host = self._traced.host
         if isinstance(value, torch.Tensor) and host.made(value):
@@ -223,22 +223,21 @@ class OutputRecipes:
     def _argument(self, value: Any) -> int | None:
         """The argument that shows the same memory, or most of it."""
         tensors = enumerate(self._arguments.tensors)
-        found = [i for i, t in tensors if isinstance(t, Ours) and _further(value, t) is not None]
+        found = [i for i, t in tensors if is_ours(t) and _further(value, t) is not None]
         steps = lambda i: len(self._arguments.tensors[i]._steps)
         return max(found, key=steps, default=None)
 
     def _base(self, value: Any) -> tuple[Any, Any] | None:
         """The tensor from outside that shows the same memory, or most of it: what finds it in a
         later call, and itself."""
-        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if is_ours(t)]
         given = {id(t._storage_) for _, t in candidates}
         kept = (outside.get() for outside in self._trace.outside.values())
         # A view of an argument that the step has made is another one in each call.
         candidates += [
             (t, t)
             for t in kept
-            if isinstance(t, Ours)
-            and (id(t) in self._watch.reached.tensors or id(t._storage_) not in given)
+            if is_ours(t) and (id(t) in self._watch.reached.tensors or id(t._storage_) not in given)
         ]
         best = None
         for of, tensor in candidates:

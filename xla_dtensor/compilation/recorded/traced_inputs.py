@@ -26,7 +26,7 @@ from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class TracedInputs:
@@ -62,10 +62,10 @@ class TracedInputs:
         }
         of_arguments: dict[int, int] = {}
         for i, tensor in enumerate(arguments.tensors):
-            if isinstance(tensor, Ours):
+            if is_ours(tensor):
                 of_arguments.setdefault(id(tensor._storage_), i)
         # An argument or a gradient that the step finds elsewhere, too, is what is found there.
-        found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
+        found = {id(t._storage_) for t, _ in watch.reached.tensors.values() if is_ours(t)}
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
@@ -79,7 +79,7 @@ class TracedInputs:
         self.bound_on_host = tuple(
             (i, tensor)
             for i, tensor in enumerate(arguments.tensors)
-            if id(tensor) in watch.reached.tensors and not isinstance(tensor, Ours)
+            if id(tensor) in watch.reached.tensors and not is_ours(tensor)
         )
         self.slots: list[ArraySource] = []
         source: ArraySource

@@ -23,7 +23,7 @@ from xla_dtensor.compilation.scan.equal_layers import HOOKS, changed, equal_to_f
 from xla_dtensor.compilation.scan.loop import Layers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -106,7 +106,7 @@ class _Chains:
         chain = self._begun.get(id(part))
         if chain is not None and chain.is_open:
             return chain.next(module, args, kwargs)
-        if not args or not isinstance(args[0], Ours):
+        if not args or not is_ours(args[0]):
             return None
         if top_saved_tensors_hooks(True) is not None:
             return None  # under torch.utils.checkpoint

@@ -43,7 +43,8 @@ from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
-from xla_dtensor.tensors.base import TensorMethods, grad_of, set_grad_of
+from xla_dtensor.tensors.base import grad_of, set_grad_of
+from xla_dtensor.tensors.of_form import is_ours
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -447,5 +448,5 @@ class StepTrace(Tracing):
                 continue
             # The step sets the gradient of what it uses, or has said so (`sets_grad`). That of
             # another leaf of ours has been set by another thread, which trains another model.
-            if id(tensor) in self.outside or not isinstance(tensor, TensorMethods):
+            if id(tensor) in self.outside or not is_ours(tensor):
                 set_grad_of(tensor, outside.grad)

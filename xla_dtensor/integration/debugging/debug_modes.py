@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.torch_private import HigherOrderOperator
 from xla_dtensor.base.torch_private.attributes import (
     explicit_redistribution,
@@ -42,10 +43,8 @@ def install() -> None:
     on_import(torch_private.DTENSOR_UTILS, _hook_explicit)
 
 
-def _is_ours(types: Any) -> bool:
-    from xla_dtensor.tensors.base import TensorMethods
-
-    return any(issubclass(t, TensorMethods) for t in types)
+def _any_ours(types: Any) -> bool:
+    return any(issubclass(t, OurTensor) for t in types)
 
 
 def _start(self: Any, watch: Any) -> None:
@@ -105,7 +104,7 @@ def _operation_in_comm_mode(original: Any, args: Any, kwargs: Any) -> Any:
     """Note an operation on our tensors in the mode's list; what it communicates is told while it
     runs. Of a collective on per-device tensors, too, or it would count twice."""
     mode, func, types, *rest = args
-    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _any_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}
@@ -157,7 +156,7 @@ def _show(mode: Any, argument: int | str, source: Any, target: Any) -> None:
 def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
     """A line for an operation on our tensors, as for one on DTensors."""
     mode, func, types, *rest = args
-    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _any_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
-from xla_dtensor.integration.patching.ours import is_ours
 from xla_dtensor.integration.patching.take_over import take_over
 
 

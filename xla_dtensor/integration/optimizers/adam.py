@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.tensors.backend import backend
 
 Update = Callable[..., None]
@@ -33,7 +34,7 @@ def at_once(function: Update, options: dict[str, Any], lists: Sequence[Any]) -> 
     params, *alike, _, steps = lists[:6]
     # After ``model.half()`` torch has an error for state of another dtype.
     same = all(len({t.dtype for t in each}) == 1 for each in zip(params, *alike, strict=True))
-    return same and all(hasattr(step, "_storage_") for step in steps)
+    return same and all(is_ours(step) for step in steps)
 
 
 def update(

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import executor, interrupts, thread_state, torch_private
 from xla_dtensor.base.numbers.number_functions import larger, smaller
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import OPTIMIZER_FUNCTIONS, one_by_one, set_version_counter
 from xla_dtensor.base.torch_private.attributes import set_scripted_as
 from xla_dtensor.integration.optimizers import adam
@@ -165,7 +166,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         groups = optimizer.param_groups
         # A look at each group is enough: torch's optimizers want them on one device.
-        ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
+        ours = any(g["params"] and is_ours(g["params"][0]) for g in groups)
         if not ours or executor.trace() is not None or abstract.current() is not None:
             return step(optimizer, *args, **kwargs)
         if not interrupts.ready():
@@ -219,7 +220,7 @@ def _in_one_launch(function: Callable[..., None]) -> Callable[..., None]:
             function(params, *args, **kwargs)
             return
         under_way = _current.step
-        if not params or not hasattr(params[0], "_storage_"):
+        if not params or not is_ours(params[0]):
             if under_way is not None and params:
                 under_way.go_on_at_once()
             function(params, *args, **kwargs)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.ours import is_ours
+
 
 def begin_momentum(
     params: Any, grads: Any = (), buffers: Any = (), *_: Any, **options: Any
@@ -25,7 +27,7 @@ def begin_momentum(
     if options["momentum"] == 0 or options["dampening"] != 0:
         return
     missing = [i for i, buffer in enumerate(buffers) if buffer is None]
-    if any(not hasattr(grads[i], "_storage_") or grads[i]._form.unreduced for i in missing):
+    if any(not is_ours(grads[i]) or grads[i]._form.unreduced for i in missing):
         return
     for i in missing:
         buffers[i] = torch.zeros_like(grads[i])
