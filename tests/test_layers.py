@@ -60,34 +60,80 @@ def test_nothing_imports_the_doors() -> None:
     assert not wrong, told(wrong)
 
 
-# Who does something else while a step is traced. All others tell the executor, or ask it.
-ASK_FOR_A_TRACE = {
-    *("base.numbers.python_numbers", "base.thread_state", "forms.read", "forms.storage"),
-    *("tensors.base", "tensors.indexing", "tensors.printing"),
-    *("execution.value_checks", "execution.lazy", "plans.call", "plans.checks", "plans.lower"),
-    *("dispatch.host_copies", "dispatch.several_devices"),
-    *("movement.collective_kernels", "movement.collectives", "movement.factories"),
-    *("movement.host_ops", "movement.distribute", "movement.local_view", "movement.own_shard"),
-    *("movement.relayout", "movement.source_rank"),
-    *("custom_ops.results", "parallel._parameter", "parallel._settings", "parallel._whole"),
-    *("compilation.trace.module_scopes", "compilation.trace.norms", "compilation.trace.optimizers"),
-    *("compilation.scan.loop", "compilation.scan.equal", "compilation.trace.schedulers"),
-    *("compilation.code.threads", "debug._recorder", "planning.abstract"),
-    *("integration.operators.backward", "integration.optimizers.optimizer_steps"),
-    *("horovod.in_trace", "horovod.ranks.devices", "horovod.ranks.several"),
-    *("compat.torch_xla.core.steps", "compat.torch_xla.distributed.spmd.marking"),
+# Who runs operations is an object that is told, and asked for what is needed (`base/executor.py`).
+# Which kind it is, is asked in its own rooms, and here. A list that only gets shorter.
+ASKED_ABOUT = {
+    # which trace: what was made in one must not be used in another
+    "horovod.world.in_trace": {"trace"},
+    "parallel._parameter": {"trace"},
+    "parallel._whole": {"trace"},
+    # what is written down of calls and looked up again holds in one of the two
+    "dispatch.execute": {"trace"},
+    "forms.read": {"trace"},
+    "plans.call": {"trace"},
+    "tensors.indexing": {"enclosing"},
+    # only a trace has this, or it has it in another way
+    "compat.torch_xla.distributed.spmd.marking": {"trace"},
+    "custom_ops.results": {"trace"},
+    "debug._recorder": {"trace"},
+    "dispatch.host_copies": {"enclosing"},
+    "dispatch.several_devices": {"trace"},
+    "horovod.ranks.devices": {"trace"},
+    "horovod.ranks.several": {"trace"},
+    "planning.abstract": {"trace"},
+    # a storage is told before its executor is known
+    "forms.storage": {"enclosing", "enclosing_batch"},
+    "integration.optimizers.optimizer_steps": {"trace", "enclosing_batch", "is_in_step"},
+}
+QUESTIONS = {"trace", "batch", "is_step", "enclosing", "enclosing_batch", "is_in_step"}
+OWN_ROOMS = ("base.executor", "execution", "compilation")
+
+
+def questions_in(module: ast.Module) -> set[str]:
+    """What a module asks of `base.executor`, or of the executor that it gives."""
+    gives = "executor.current"
+    named = {
+        target.id
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(f"{gives}()")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    of = {"executor", f"{gives}()", *named}
+    return {
+        node.attr
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute)
+        and node.attr in QUESTIONS
+        and ast.unparse(node.value) in of
+    }
+
+
+def test_few_ask_which_executor_it_is() -> None:
+    found = {}
+    for name, path in MODULES.items():
+        name, text = name.removeprefix("xla_dtensor."), path.read_text()
+        if "executor" in text and not name.startswith(OWN_ROOMS):
+            found[name] = questions_in(ast.parse(text))
+    assert {name: asked for name, asked in found.items() if asked} == ASKED_ABOUT
+
+
+# Where devices come from is a question of the floors that have devices, and of who plans.
+ASK_FOR_A_TOPOLOGY = {
+    *("compilation.step.compiled_step", "compilation.step.replayed"),
+    *("compilation.trace.optimizers", "execution", "forms.host_values"),
+    *("integration.optimizers.optimizer_steps", "lowering.attention.cudnn"),
 }
 
 
-def test_few_ask_for_a_trace() -> None:
-    """A list that only gets shorter: who runs operations is an object that is told
-    (`xla_dtensor/execution/README.md`)."""
+def test_few_ask_whether_devices_are_abstract() -> None:
     found = {
         name.removeprefix("xla_dtensor.")
         for name, path in MODULES.items()
-        if "executor.trace()" in path.read_text()
+        if "abstract.current()" in path.read_text()
+        and graph.folder(name) not in ("runtime", "mesh", "planning")
     }
-    assert found == ASK_FOR_A_TRACE
+    assert found == ASK_FOR_A_TOPOLOGY
 
 
 # Other ways to ask what `is_ours` says.

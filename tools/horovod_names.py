@@ -4,6 +4,9 @@ many tests name it; and the tests by class.
     python tools/horovod_names.py            # print them
     python tools/horovod_names.py --write    # put them into docs/horovod.md
 
+It also writes `collectives.pyi`, the signatures of the functions that `horovod/api/variants.py`
+makes, as type checkers and editors see them.
+
 A case counts for a name if its code, or a function of its module that it calls, says ``hvd.name``.
 """
 
@@ -20,12 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "horovod.md"
+SIGNATURES = ROOT / "xla_dtensor" / "horovod" / "api" / "collectives.pyi"
 sys.path.insert(0, str(ROOT))
 
 import tests.horovod.cases  # noqa: E402, F401  (registers them)
 import xla_dtensor.horovod as hvd  # noqa: E402
 from tests.horovod import ranks  # noqa: E402
 from tests.horovod.ranks import ALL, CASES, KINDS, Case  # noqa: E402
+from xla_dtensor.horovod.api import collectives  # noqa: E402
 
 OF_HOROVOD = {
     "V": 38, "D": 11, "P": 18, "R": 9, "E1": 5, "E2": 15, "O": 2, "J": 3, "T": 3, "B": 2, "G": 9,
@@ -108,11 +113,37 @@ def with_tables(text: str) -> str:
     return text
 
 
+def signatures() -> str:
+    """The text of `collectives.pyi`."""
+    rows = [
+        "# Made by tools/horovod_names.py --write.",
+        "# fmt: off",
+        "# ruff: noqa: E501",
+        "from collections.abc import Sequence",
+        "from typing import Any",
+        "",
+        "from xla_dtensor.horovod.collectives.requests import Handle",
+        "",
+    ]
+    for name, function in vars(collectives).items():
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            parameters = ", ".join(
+                f"{each.name}: {each.annotation}{'' if each.default is each.empty else ' = ...'}"
+                for each in signature.parameters.values()
+            )
+            result = inspect.formatannotation(signature.return_annotation)
+            result = result.replace("typing.", "").rpartition("requests.")[2]
+            rows.append(f"def {name}({parameters}) -> {result}: ...")
+    return "\n".join(rows) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write:
         DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
+        SIGNATURES.write_text(signatures())
     else:
         print(classes_table(), names_table(), sep="\n\n")
 

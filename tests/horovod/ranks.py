@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import xla_dtensor.horovod as hvd
-from xla_dtensor.horovod.rank_number import PerRank, RankNumber
+from xla_dtensor.horovod.world.rank_number import PerRank, RankNumber
 
 DEVICES, THREADS, PROCESSES = "devices", "threads", "processes"
 ALL = (DEVICES, THREADS, PROCESSES)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from xla_dtensor.horovod.collectives.collective import HorovodCollective, Request
+from xla_dtensor.horovod.collectives.kinds import Allgather, Allreduce, Alltoall, Join
+from xla_dtensor.horovod.collectives.reductions import Average, Sum
+from xla_dtensor.horovod.collectives.requests import Response
 from xla_dtensor.horovod.ranks.coordinator import Coordinator
 from xla_dtensor.horovod.ranks.fusion import Waiting, batches
-from xla_dtensor.horovod.requests import Request, Response
+from xla_dtensor.horovod.ranks.service import packed, unpacked
+
+SUM = Allreduce(Sum)
 
 
-def request(name: str, kind: str = "allreduce", size: int = 2, **changes: object) -> Request:
-    options = {"shapes": ((4,),), "dtypes": ("float32",), "op": "Sum"} | changes
-    return Request(kind, name, tuple(range(size)), **options)  # type: ignore[arg-type]
+def request(
+    name: str, collective: HorovodCollective = SUM, size: int = 2, **changes: object
+) -> Request:
+    options = {"shapes": ((4,),), "dtypes": ("float32",)} | changes
+    return Request(collective, name, tuple(range(size)), **options)  # type: ignore[arg-type]
 
 
 def submitted(given: list[tuple[int, Request]], size: int = 2) -> list[list[Response]]:
@@ -31,16 +41,24 @@ def test_ready_once_all_have_asked_in_the_order_of_the_last() -> None:
         ({"shapes": ((5,),)}, "mismatched shapes: rank 0: [4]; rank 1: [5]"),
         ({"shapes": ((4, 1),)}, "mismatched ranks of tensors: rank 0: 1 dims; rank 1: 2 dims"),
         ({"dtypes": ("int32",)}, "mismatched data types: rank 0: float32; rank 1: int32"),
-        ({"op": "Average"}, "mismatched reductions: rank 0: Sum; rank 1: Average"),
-        ({"prescale": 2.0}, "mismatched prescale factors: rank 0: 1.0; rank 1: 2.0"),
-        ({"postscale": 2.0}, "mismatched postscale factors: rank 0: 1.0; rank 1: 2.0"),
+        ({"collective": Allreduce(Average)}, "mismatched reductions: rank 0: Sum; rank 1: Average"),
+        (
+            {"collective": Allreduce(Sum, 2.0)},
+            "mismatched prescale factors: rank 0: 1.0; rank 1: 2.0",
+        ),
+        (
+            {"collective": Allreduce(Sum, postscale=2.0)},
+            "mismatched postscale factors: rank 0: 1.0; rank 1: 2.0",
+        ),
         ({"shapes": ((4,), (4,))}, "mismatched numbers of tensors: rank 0: 1; rank 1: 2"),
-        ({"kind": "allgather"}, "mismatched collectives: rank 0: allreduce; rank 1: allgather"),
+        (
+            {"collective": Allgather()},
+            "mismatched collectives: rank 0: allreduce; rank 1: allgather",
+        ),
     ],
 )
-def test_what_differs_is_told_with_the_ranks(change: dict[str, object], told: str) -> None:
-    kind = str(change.pop("kind", "allreduce"))
-    *_, (response,) = submitted([(0, request("x")), (1, request("x", kind, **change))])
+def test_what_differs_is_told_with_the_ranks(change: dict[str, Any], told: str) -> None:
+    *_, (response,) = submitted([(0, request("x")), (1, request("x", **change))])
     assert response.error == f"allreduce 'x': {told}"
 
 
@@ -89,11 +107,11 @@ def test_a_rank_that_ends_fails_what_waits_for_it() -> None:
 
 def test_joined_ranks_take_part_until_all_have() -> None:
     coordinator = Coordinator(2)
-    join = Request("join", "join", (0, 1))
+    join = Request(Join(), "join", (0, 1))
     coordinator.submit(1, request("a"))
     (response,) = coordinator.submit(0, join)
     assert not response.error and sorted(response.requests) == [1] and response.ranks == (0, 1)
-    (refused,) = coordinator.submit(1, request("b", "allgather", op=""))
+    (refused,) = coordinator.submit(1, request("b", Allgather()))
     assert "rank 0 joined" in refused.error
     (done,) = coordinator.submit(1, join)
     assert done.key == "0:join" and done.last == 1 and not done.error
@@ -102,16 +120,15 @@ def test_joined_ranks_take_part_until_all_have() -> None:
 
 def test_a_join_for_which_a_rank_is_gone() -> None:
     coordinator = Coordinator(2)
-    coordinator.submit(0, Request("join", "join", (0, 1)))
+    coordinator.submit(0, Request(Join(), "join", (0, 1)))
     (response,) = coordinator.end(1, "has come to its end")
     assert response.key == "0:join" and "rank 1 has come to its end" in response.error
 
 
 def test_texts_bring_back_what_was_sent() -> None:
-    one = request("x", "alltoall", splits=(1, 2), shapes=((3, 4), ()), dtypes=("int8", "bool"))
-    assert Request.of_text(one.text()) == one
+    one = request("x", Alltoall((1, 2)), shapes=((3, 4), ()), dtypes=("int8", "bool"))
     response = Response("0:x", (0, 1), {0: one, 1: one}, "an error", 1)
-    assert Response.of_text(response.text()) == response
+    assert unpacked(packed([response, one])) == [response, one]
 
 
 def test_what_waits_is_launched_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""docs/horovod.md: its tables are of this module and these tests."""
+"""docs/horovod.md: its tables are of this module and these tests; and `collectives.pyi`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from tools import horovod_names
 def test_the_tables_are_what_is_there() -> None:
     text = horovod_names.DOCUMENT.read_text()
     assert horovod_names.with_tables(text) == text, "run python tools/horovod_names.py --write"
+
+
+def test_type_checkers_see_the_signatures_that_are_there() -> None:
+    text = horovod_names.SIGNATURES.read_text()
+    assert horovod_names.signatures() == text, "run python tools/horovod_names.py --write"
 
 
 def test_there_is_a_case_for_every_name() -> None:

@@ -119,7 +119,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "a view": lambda x: x[0].cpu(),
-    "print": lambda x: str(x),
     "numpy": lambda x: x.numpy(),
     "full tensor": lambda x: x.full_tensor().cpu(),
     "shards": lambda x: x.local_shards,
@@ -133,6 +132,13 @@ def test_a_value_is_refused(read: Callable[[Any], Any]) -> None:
     x = xd.distribute_tensor(torch.randn(8, 16), make_mesh(), [xd.Shard(0), xd.Replicate()])
     with pytest.raises(DataDependentError, match=r"has no value.*device='cpu'"):
         read(x)
+
+
+@pytest.mark.usefixtures("block")
+def test_what_has_no_value_prints_its_shape() -> None:
+    x = xd.distribute_tensor(torch.randn(8, 16), make_mesh(), [xd.Shard(0), xd.Replicate()])
+    assert "shape=[8, 16], dtype=torch.float32" in str(x)
+    assert "shape=[]" in f"{x.sum()}"
 
 
 @pytest.mark.usefixtures("block")

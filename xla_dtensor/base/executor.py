@@ -32,13 +32,22 @@ class Executor:
         trace: itself where operations run on JAX tracers; else None.
         batch: itself where operations are written down to be run later; else None.
         is_step: whether all that it runs becomes one program.
+        has_values: whether the host can have the values of tensors (once they are computed).
         routes: calls that it takes over before they are taken apart.
+        random: the random numbers of the step that is traced (`thread_state.RandomNumbers`).
+        wide: a traced optimizer's scalars in double precision (`thread_state.WideScalars`).
+        positions: makes views at positions that are inputs (`dispatch.positions.Positions`).
+            These three are None where there is no such thing.
     """
 
     trace: Any = None
     batch: Any = None
     is_step = False
+    has_values = True
     routes: tuple[Route, ...] = ()
+    random: Any = None
+    wide: Any = None
+    positions: Any = None
 
     # --- running operations -------------------------------------------------------------------
 
@@ -59,9 +68,30 @@ class Executor:
         """The results of a call, by its plan (`execution.interfaces.Plan`)."""
         raise NotImplementedError
 
-    def convert(self, tensor: Any, conversion: Any, form: Any) -> Any:
-        """A tensor's value in another ``form``, as a tensor of its own; ``conversion`` computes the
-        array (`execution.batch_program.Conversion`)."""
+    def convert(
+        self,
+        tensor: Any,
+        form: Any,
+        conversion: Callable[[], Any],
+        traced: Callable[[Any], Any],
+    ) -> Any:
+        """A tensor's value in another ``form``, as a tensor of its own.
+
+        Args:
+            conversion: gives what computes the array (`execution.batch_program.Conversion`).
+            traced: computes it of the tensor's array in a trace, as a part of its program.
+        """
+        raise NotImplementedError
+
+    # --- arrays that no operation gives ---------------------------------------------------------
+
+    def new_array(self, form: Any, eager: Callable[[], Any], traced: Callable[[Any], Any]) -> Any:
+        """An array in ``form`` that no operation gives: by ``eager()``, or in a trace by
+        ``traced(trace)``, as a part of its program."""
+        return eager()
+
+    def host_tensor(self, tensor: Any) -> Any:
+        """The array of a CPU tensor that takes part in an operation of a trace."""
         raise NotImplementedError
 
     # --- storages -----------------------------------------------------------------------------
@@ -88,10 +118,30 @@ class Executor:
         """Have the value of a storage on all devices of ``frame``, if it is on the default one."""
         storage.place(frame)
 
+    def moving(self, storage: Any) -> None:
+        """A storage's array is about to be moved to other devices."""
+
     # --- values -------------------------------------------------------------------------------
 
-    def not_in_step(self, message: str) -> None:
-        """Raise `UnsupportedOpError` if what is done now can't be part of a step's program."""
+    def on_host(self, tensor: Any) -> Any:
+        """The value of an xla tensor as a CPU tensor.
+
+        Raises:
+            PerDeviceValueError: it differs from device to device.
+            DataDependentError: it has none (yet).
+        """
+        raise NotImplementedError
+
+    def item(self, tensor: Any) -> Any:
+        """The value of an xla tensor of one element as a number of Python's."""
+        return self.on_host(tensor).item()
+
+    def gave_number(self, number: Any) -> None:
+        """Python code was given a symbolic number."""
+
+    def not_in_step(self, message: str, kind: Any = None) -> None:
+        """Raise if what is done now can't be part of a step's program: a ``kind`` of error,
+        `UnsupportedOpError` unless said otherwise."""
 
     def refuse(self, what: str) -> None:
         """``what`` needs the value of a tensor: raise if there is none."""

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.base import executor
-
 tracing = threading.RLock()
 """Held while a step is traced: hooks, and torch's flag that it compiles, are the process's. So
 there is one trace at a time, and who computes by that flag waits."""
@@ -71,11 +69,6 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
-
-
-def random_numbers() -> RandomNumbers | None:
-    """The random operations of the step that is traced in this thread."""
-    return getattr(executor.trace(), "random", None)
 
 
 class inside_function:

@@ -61,7 +61,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = route(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    for route in info.routes:
+    for route in info.routes if running.trace is None else info.traced_routes:
         if observer is None:
             result = route(func, args, kwargs)
         else:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 
-from xla_dtensor.base import assertions, events, executor
+from xla_dtensor.base import events, executor
 from xla_dtensor.dispatch.execute import dispatch
-from xla_dtensor.errors import PerDeviceValueError
 from xla_dtensor.execution.value_checks import assert_true
-from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_host
-from xla_dtensor.forms.read import constant_recipe, logical_value, read, reading
+from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.sharing import lock
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.runtime import arrays, processes
@@ -24,50 +20,17 @@ from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 def to_cpu(tensor: Any) -> torch.Tensor:
     """The full value of an xla tensor as a CPU tensor."""
-    if tensor._form.meta:
-        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    trace = executor.trace()
-    own = trace is None and tensor._form.has_own_value
-    if not own:
-        refuse_varying(tensor._form, "its value on the host (.cpu(), .item(), printing, ...)")
-    if own:
-        value = from_numpy(_own_value(tensor))
-    elif trace is None:
-        assertions.look()
-        form = tensor._form
-        arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")
-        with reading(tensor, logical_value if form.unreduced else read) as array:
-            # Padding is cut off here: on the devices that would be a program per shape.
-            value = to_host(fetch(array, form.shape))
-    else:
-        recipe = constant_recipe(tensor)
-        if recipe is None:
-            trace.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
-        form = tensor._form
-        value = to_host(fetch(recipe(), form.shape))
+    _refuse_meta(tensor)
+    value = executor.current().on_host(tensor)
     # A copy to another device keeps the order of the strides, not their gaps.
     model = torch.empty_strided(tensor.shape, tensor.stride(), dtype=value.dtype, device="meta")
     out = torch.empty_like(model, device="cpu")
     return value if out.stride() == value.stride() else out.copy_(value)
 
 
-def _own_value(tensor: Any) -> Any:
-    """The value that this process's one device has, on the host."""
-    assertions.look()
-    with reading(tensor) as array:
-        (shard,) = array.addressable_shards
-        return np.asarray(shard.data).reshape(tensor._form.shape)
-
-
-def refuse_varying(form: Form, what: str) -> None:
-    """Raise if the tensor's values differ from device to device, so that ``what`` would, too."""
-    if form.varying:
-        raise PerDeviceValueError(
-            f"a per-device tensor of shape {list(form.shape)} varies along {list(form.varying)}: "
-            f"{what} would differ from device to device. Look at .local_values() (one CPU tensor "
-            "per device), or make it one value first: DTensor.from_local(x, mesh, placements)"
-            ".full_tensor(), or a collective (all_reduce, all_gather_tensor)"
-        )
+def _refuse_meta(tensor: Any) -> None:
+    if tensor._form.meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
 
 
 @handles("aten::_to_copy.default")
@@ -140,8 +103,7 @@ def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or target._steps
         or form.varying
         or form.meta
-        or executor.trace() is not None
-        or executor.enclosing_batch() is not None
+        or executor.enclosing() is not None
         or processes.several()  # which see to it that they have the same value
         or events.observer is not None
         or not _broadcasts(source.shape, form.shape)
@@ -164,10 +126,8 @@ def _broadcasts(shape: Any, wanted: tuple[int, ...]) -> bool:
 
 @handles("aten::_local_scalar_dense.default")
 def _item(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    trace = executor.trace()
-    if trace is not None and constant_recipe(args[0]) is None:
-        return trace.item(args[0])
-    return to_cpu(args[0]).item()
+    _refuse_meta(args[0])
+    return executor.current().item(args[0])
 
 
 @handles("aten::record_stream.default")
@@ -189,16 +149,20 @@ def _has_same_storage_numel(func: Any, args: Any, kwargs: dict[str, Any]) -> boo
 
 @handles("aten::_linalg_check_errors.default")
 def _check_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Raises if a factorisation failed. A compiled step can't: its results are then not finite."""
-    if executor.trace() is None:
-        tensor = args[0]
-        if tensor._form.varying:
-            sharded = isinstance(tensor, XLAShardedTensor)
-            parts = [s.data for s in tensor.local_shards] if sharded else tensor.local_values()
-            for info in parts:
-                func(info, *args[1:], **kwargs)
-        else:
-            func(to_cpu(args[0]), *args[1:], **kwargs)
+    """Raises if a factorisation failed."""
+    tensor = args[0]
+    if tensor._form.varying:
+        sharded = isinstance(tensor, XLAShardedTensor)
+        parts = [s.data for s in tensor.local_shards] if sharded else tensor.local_values()
+        for info in parts:
+            func(info, *args[1:], **kwargs)
+    else:
+        func(to_cpu(args[0]), *args[1:], **kwargs)
+
+
+@handles("aten::_linalg_check_errors.default", traced=True)
+def _check_no_errors(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A compiled step can't raise: its results are then not finite."""
 
 
 _FACTORISATIONS = {
@@ -228,12 +192,10 @@ def _assert_async(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     assert_true(args[0], args[1] if len(args) > 1 else kwargs.get("assert_msg", message))
 
 
-@handles("aten::_is_all_true.default")
+@handles("aten::_is_all_true.default", traced=True)
 def _is_all_true(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """In a step it is asserted, and true: who asks (``torch.distributions`` of its arguments,
     ``torch._check_tensor_all``) raises where it isn't."""
-    if executor.trace() is None:
-        return NotImplemented
     message = (
         "values that have to be valid aren't (of an argument of torch.distributions, or of what "
         "torch._check_tensor_all was given); outside of a compiled step the error says which"

@@ -20,9 +20,17 @@ def array_of(form: Form) -> AbstractArray:
 class Abstract(Running):
     """Gives each result its form, and an `AbstractArray`."""
 
+    has_values = False
+
+    def moving(self, storage: Any) -> None:
+        storage.check_loss()
+
+    def new_array(self, form: Form, eager: Any, traced: Any) -> AbstractArray:
+        return array_of(form)
+
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         forms = (*plan.result_forms, *plan.base_forms)
         return [array_of(form) for form in forms if form is not None]
 
-    def convert(self, tensor: Any, conversion: Any, form: Form) -> Any:
+    def convert(self, tensor: Any, form: Form, conversion: Any, traced: Any) -> Any:
         return new_tensor(array_of(form), form)

@@ -106,11 +106,14 @@ class Lazy(Batch):
             self._held += array.nbytes
         return code
 
-    def convert(self, tensor: Any, conversion: Conversion, form: Form) -> Any:
+    def convert(
+        self, tensor: Any, form: Form, conversion: Callable[[], Conversion], traced: Any
+    ) -> Any:
+        computes = conversion()
         with lock:
             self._make_room(form.frame, [form])
             self._frame = form.frame or self._frame
-            (pending,) = self._write_down(Entry(conversion, (self._operand(tensor),)))
+            (pending,) = self._write_down(Entry(computes, (self._operand(tensor),)))
             result = new_tensor(pending, form)
             self.cut()
         return result

@@ -6,16 +6,18 @@ In this order a call that fails has written nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.execution import several
 from xla_dtensor.execution.become import become, check_become, refuse_shared
 from xla_dtensor.execution.interfaces import Call, Plan
+from xla_dtensor.execution.on_host import on_host
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
@@ -59,9 +61,13 @@ class Running(executor.Executor):
             None if form is None else new_tensor(next(arrays), form) for form in plan.result_forms
         ]
 
-    def convert(self, tensor: Any, conversion: Any, form: Form) -> Any:
+    def on_host(self, tensor: Any) -> torch.Tensor:
+        return on_host(tensor)
+
+    def convert(self, tensor: Any, form: Form, conversion: Callable[[], Any], traced: Any) -> Any:
+        computes = conversion()
         with launching(), jax.enable_x64(True):
-            return new_tensor(conversion.eager(None, [read(tensor)], [])[0], form)
+            return new_tensor(computes.eager(None, [read(tensor)], [])[0], form)
 
 
 def launched(plan: Plan, call: Call) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -13,10 +14,12 @@ from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
+from xla_dtensor.execution.on_host import ON_HOST, refuse_varying
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
+from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.read import constant_recipe, read
-from xla_dtensor.tensors.of_form import is_ours, tensor_class
+from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
 class Tracing(Running):
@@ -25,27 +28,20 @@ class Tracing(Running):
     Attributes:
         scalars: what has been computed from scalars: (their arrays, the results), by the plan and
             the identity of the arrays.
-        wide: float32 scalars in double precision; None where they are computed as they are.
         python_numbers: the numbers that Python code has been given, by weak references.
-        positions: makes views at positions that are inputs (`dispatch.positions.Positions`); None
-            where positions are part of the program.
         assertions: what must hold of indices, each as (a summary, what judges by it); None where
             nobody asks.
         asserted: likewise what the program says itself (``torch._assert_async``).
     """
 
     is_step = True
-    positions: Any = None
+    has_values = False
     scalars: dict[Any, Any]
     python_numbers: list[Any]
 
     @property
     def trace(self) -> Any:
         return self
-
-    @property
-    def wide(self) -> Any:
-        return None
 
     @property
     def assertions(self) -> list[Any] | None:
@@ -61,24 +57,45 @@ class Tracing(Running):
     def place(self, storage: Any, frame: Any) -> None:
         """In a program everything is on its devices."""
 
-    def not_in_step(self, message: str) -> NoReturn:
-        raise UnsupportedOpError(message)
+    def moving(self, storage: Any) -> NoReturn:
+        raise AssertionError("placed while a step is traced")  # captured state goes by its array
+
+    def convert(
+        self, tensor: Any, form: Form, conversion: Any, traced: Callable[[Any], Any]
+    ) -> Any:
+        array = read(tensor)
+        with self.scope():
+            value = traced(array)
+        return new_tensor(value, form)
+
+    def new_array(self, form: Form, eager: Any, traced: Callable[[Any], Any]) -> Any:
+        return traced(self)
+
+    def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
+        raise (kind or UnsupportedOpError)(message)
 
     # --- asked of tensors' values -------------------------------------------------------------
 
     def refuse(self, what: str) -> NoReturn:
         raise NotImplementedError
 
+    def on_host(self, tensor: Any) -> Any:
+        refuse_varying(tensor._form, ON_HOST)
+        recipe = constant_recipe(tensor)
+        if recipe is None:
+            self.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
+        return to_host(fetch(recipe(), tensor._form.shape))
+
     def item(self, tensor: Any) -> Any:
-        """The value of a tensor of one element in Python, or raise because there is none."""
-        self.refuse(executor.ITEM)
+        if constant_recipe(tensor) is None:
+            self.refuse(executor.ITEM)
+        return self.on_host(tensor).item()
+
+    def gave_number(self, number: Any) -> None:
+        self.python_numbers.append(weakref.ref(number))
 
     def random_key(self) -> Any:
         """A fresh JAX PRNG key for a random operation."""
-        raise NotImplementedError
-
-    def host_tensor(self, tensor: Any) -> Any:
-        """The array of a CPU tensor that takes part in an operation."""
         raise NotImplementedError
 
     def scope(self) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.runtime import abstract, arrays, processes
+from xla_dtensor.runtime import arrays, processes
 from xla_dtensor.runtime.abstract_array import AbstractArray
 
 if TYPE_CHECKING:
@@ -227,11 +227,7 @@ class Storage:
     def _move(self, put: Callable[[Any, Any], Any], form: Form) -> None:
         import jax
 
-        # A trace knows captured state by its array.
-        assert executor.trace() is None, "placed while a step is traced"
-        if abstract.current() is not None:
-            self._check_loss()
-
+        executor.current().moving(self)
         with jax.enable_x64(True):
             array = put(self.array, form.sharding)
         batch = executor.enclosing_batch()
@@ -270,7 +266,7 @@ class Storage:
             array.storage = weakref.ref(self)
         else:
             if array.__class__ is AbstractArray:
-                self._check_loss()
+                self.check_loss()
             executor.current().writing(self)
         self.value = array
         if form is not self.form:
@@ -280,7 +276,8 @@ class Storage:
         if self.counters:
             self.count_write()
 
-    def _check_loss(self) -> None:
+    def check_loss(self) -> None:
+        """Raise if this has data, which would be lost where nothing is computed."""
         if self.array.__class__ is not AbstractArray:
             raise DataDependentError(
                 f"a tensor of shape {list(self.form.shape)}, which has data, would be written or "

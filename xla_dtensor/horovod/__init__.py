@@ -43,6 +43,7 @@ from xla_dtensor.horovod.api.collectives import (
     reducescatter,
     reducescatter_async,
 )
+from xla_dtensor.horovod.api.compression import Compression
 from xla_dtensor.horovod.api.optimizer import DistributedOptimizer
 from xla_dtensor.horovod.api.sparse import sparse_allreduce_async
 from xla_dtensor.horovod.api.state_of_training import (
@@ -52,7 +53,7 @@ from xla_dtensor.horovod.api.state_of_training import (
     broadcast_parameters,
 )
 from xla_dtensor.horovod.api.sync_batch_norm import SyncBatchNorm
-from xla_dtensor.horovod.compression import Compression
+from xla_dtensor.horovod.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from xla_dtensor.horovod.launching.lifecycle import (
     add_process_set,
     cross_rank,
@@ -70,10 +71,9 @@ from xla_dtensor.horovod.launching.lifecycle import (
     size,
 )
 from xla_dtensor.horovod.launching.running import run
-from xla_dtensor.horovod.process_sets import ProcessSet, global_process_set
-from xla_dtensor.horovod.rank_number import PerRank
-from xla_dtensor.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
-from xla_dtensor.horovod.timeline import start_timeline, stop_timeline
+from xla_dtensor.horovod.world.process_sets import ProcessSet, global_process_set
+from xla_dtensor.horovod.world.rank_number import PerRank
+from xla_dtensor.horovod.world.timeline import start_timeline, stop_timeline
 
 __all__ = [
     "Adasum",

@@ -213,12 +213,12 @@ def run(name: str, tensor: Any, group: MeshGroup, *options: Any) -> XLATensor:
     check_tensor(name, tensor)
     group = group.within(tensor._form.frame)
     frame, axes, count = group.frame, group.axes, group.size()
-    alone = executor.trace() is None and not tensor.is_meta
-    own = alone and frame.one_each and tensor._form.frame is None
-    if own:
+    running = executor.current()
+    own = frame.one_each and tensor._form.frame is None and running.has_values
+    if own and not tensor.is_meta:
         tensor = _of_all_processes(tensor, frame)
-    elif alone:
-        tensor._storage_.place(frame)
+    elif not tensor.is_meta:
+        running.place(tensor._storage_, frame)
     source = tensor._form.placed(frame)
     source.check_axes(name, frame)
     shape, varying = source.shape, union(frame, [source.varying, axes])

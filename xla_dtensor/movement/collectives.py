@@ -312,6 +312,7 @@ def index_in(group: MeshGroup) -> XLATensor:
         index = jnp.arange(group.size(), dtype=jnp.int64).reshape(sizes)
         index = index.transpose([axes.index(name) for name in varying])
         form = device_form(frame, (), dtype=torch.int64, varying=varying)
-        if executor.trace() is None:
-            index = arrays.put(index, form.sharding)
-    return XLATensor(Storage(index, form), form)
+        array = executor.current().new_array(
+            form, lambda: arrays.put(index, form.sharding), lambda _: index
+        )
+    return XLATensor(Storage(array, form), form)

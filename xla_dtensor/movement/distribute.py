@@ -13,14 +13,14 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_dtensor.base import executor
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.errors import PerDeviceValueError
-from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.mesh import Frame
 from xla_dtensor.movement import source_rank
 from xla_dtensor.movement.relayout import constrain
-from xla_dtensor.runtime import abstract, arrays
+from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor, keep_leaf_gradients_sharded
 
@@ -74,32 +74,37 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _placed(tensor: torch.Tensor, form: Form) -> Any:
-    trace = executor.trace()
-    if isinstance(tensor, XLATensor):
-        if tensor.varying:
-            raise PerDeviceValueError(
-                f"distribute_tensor: a per-device tensor of shape {list(tensor.shape)} varies "
-                f"along {list(tensor.varying)}, so it isn't one value to deal out. Make it one "
-                "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
-                "of a whole: DTensor.from_local(x, mesh, placements)"
-            )
-        if trace is None and abstract.current() is not None:
-            return array_of(form)
-        value = logical_value(tensor)
-        frame = tensor._form.frame
-        if trace is not None:
-            return constrain(value, form)
-        assert form.frame is not None
-        with jax.enable_x64(True):
-            in_place = frame is not None and frame.device_ids == form.frame.device_ids
-            # A program's outputs lie on the devices of its inputs: to others the result is copied.
-            sharding = form.sharding if in_place else None
-            padder = _padders.get_or_make(
-                (form, sharding),
-                lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
-            )
-            padded = padder(value)
-            return padded if in_place else arrays.put(padded, form.sharding)
-    if trace is not None:
-        return constrain(trace.host_tensor(tensor), form)
-    return to_devices(tensor.detach().cpu(), form)
+    running = executor.current()
+    if not isinstance(tensor, XLATensor):
+        return running.new_array(
+            form,
+            lambda: to_devices(tensor.detach().cpu(), form),
+            lambda trace: constrain(trace.host_tensor(tensor), form),
+        )
+    if tensor.varying:
+        raise PerDeviceValueError(
+            f"distribute_tensor: a per-device tensor of shape {list(tensor.shape)} varies "
+            f"along {list(tensor.varying)}, so it isn't one value to deal out. Make it one "
+            "first (xd.collectives.broadcast, all_reduce), or say that the devices hold parts "
+            "of a whole: DTensor.from_local(x, mesh, placements)"
+        )
+    return running.new_array(
+        form,
+        lambda: _padded(logical_value(tensor), tensor._form.frame, form),
+        lambda trace: constrain(logical_value(tensor), form),
+    )
+
+
+def _padded(value: Any, frame: Frame | None, form: Form) -> Any:
+    """The array in ``form`` of a logical value that lies on ``frame``."""
+    assert form.frame is not None
+    with jax.enable_x64(True):
+        in_place = frame is not None and frame.device_ids == form.frame.device_ids
+        # A program's outputs lie on the devices of its inputs: to others the result is copied.
+        sharding = form.sharding if in_place else None
+        padder = _padders.get_or_make(
+            (form, sharding),
+            lambda: jax.jit(lambda value: form.physical(value), out_shardings=sharding),
+        )
+        padded = padder(value)
+        return padded if in_place else arrays.put(padded, form.sharding)

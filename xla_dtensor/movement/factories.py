@@ -33,7 +33,6 @@ from xla_dtensor.errors import (
     PlacementError,
     UnsupportedOpError,
 )
-from xla_dtensor.execution.abstract import array_of
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
@@ -44,7 +43,7 @@ from xla_dtensor.movement.distribute import lay_out
 from xla_dtensor.movement.local_view import from_local
 from xla_dtensor.movement.relayout import constrain
 from xla_dtensor.movement.shared_parameters import share_again, shared_slots
-from xla_dtensor.runtime import abstract, agreement
+from xla_dtensor.runtime import agreement
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import (
     DTENSORS,
@@ -282,38 +281,40 @@ def make_sharded(
             "Replicate() and shard or reduce it"
         )
     form = sharded_form(mesh, placements, tuple(size), dtype=dtype)
-    trace = executor.trace()
-    if trace is not None:
+
+    def traced(trace: Any) -> Any:
         key = trace.random_key() if name in _RANDOM else None
         with jax.enable_x64(True):
-            array = constrain(_make(name, form, key, fill_value), form)
-    elif abstract.current() is not None:
-        array = array_of(form)
-    else:
-        # The number is an input of the program, so its type alone is in the key.
-        maker = _makers.get((name, form, type(fill_value)))
-        if maker is None:
-            seed = f" of the seed and position {rng.position()}" if name in _RANDOM else ""
-            agreement.agree(f"makes {name}{seed}, {form}")
+            return constrain(_make(name, form, key, fill_value), form)
 
-            def function(state: Any, fill_value: Any) -> Any:
-                key = rng.key_of(state) if name in _RANDOM else None
-                return form.physical(_make(name, form, key, fill_value))
-
-            jitted = jax.jit(function, out_shardings=form.sharding)
-            maker = _makers.put((name, form, type(fill_value)), jitted)
-        state = rng.default.take(name in _RANDOM)
-        try:
-            with jax.enable_x64(True):
-                array = maker(state, fill_value)
-        except BaseException:
-            rng.default.give_back(state, name in _RANDOM)
-            raise
+    array = executor.current().new_array(form, lambda: _made(name, form, fill_value), traced)
     result = XLAShardedTensor(Storage(array, form), form)
     return result.requires_grad_(True) if requires_grad else result
 
 
 _RANDOM = frozenset({"rand", "randn"})
+
+
+def _made(name: str, form: Form, fill_value: Any) -> Any:
+    # The number is an input of the program, so its type alone is in the key.
+    maker = _makers.get((name, form, type(fill_value)))
+    if maker is None:
+        seed = f" of the seed and position {rng.position()}" if name in _RANDOM else ""
+        agreement.agree(f"makes {name}{seed}, {form}")
+
+        def function(state: Any, fill_value: Any) -> Any:
+            key = rng.key_of(state) if name in _RANDOM else None
+            return form.physical(_make(name, form, key, fill_value))
+
+        jitted = jax.jit(function, out_shardings=form.sharding)
+        maker = _makers.put((name, form, type(fill_value)), jitted)
+    state = rng.default.take(name in _RANDOM)
+    try:
+        with jax.enable_x64(True):
+            return maker(state, fill_value)
+    except BaseException:
+        rng.default.give_back(state, name in _RANDOM)
+        raise
 
 
 def _make(name: str, form: Form, key: Any, fill_value: Any) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
-from xla_dtensor.dispatch.host_copies import refuse_varying, to_cpu
+from xla_dtensor.dispatch.host_copies import to_cpu
 from xla_dtensor.dispatch.out_arguments import into
+from xla_dtensor.execution.on_host import refuse_varying
 from xla_dtensor.execution.value_checks import assert_true
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.movement.distribute import lay_out
@@ -30,18 +31,20 @@ from xla_dtensor.tensors.of_form import is_ours
     "aten::bincount.default",
     "aten::argwhere.default",
     "aten::histogram.bin_ct",
+    "aten::equal.default",
+    "aten::allclose.default",
+    "aten::repeat_interleave.Tensor",
 )
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
-    trace = executor.trace()
     ours = [t for t in _tensors((args, kwargs)) if is_ours(t)]
-    if trace is not None and any(constant_recipe(t) is None for t in ours):
+    if any(constant_recipe(t) is None for t in ours):
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
         hint = "" if instead is None else f" ({instead})"
         what = "result" if name in _TRUTHS else "result's shape"
-        trace.refuse(f"{name}, whose {what} depends on values{hint},")
+        executor.current().refuse(f"{name}, whose {what} depends on values{hint},")
     for tensor in ours:
         refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
     out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
@@ -91,13 +94,12 @@ def say_instead(name: str, text: str) -> None:
     _INSTEAD[name] = text
 
 
-@handles("aten::equal.default")
+@handles("aten::equal.default", traced=True)
 def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """In a step what is no matter of values: other shapes, and one and the same tensor, which
     equals itself unless it has NaNs, so that it hasn't is asserted."""
     x, y = args
-    ours = is_ours(x) and is_ours(y) and x.dtype == y.dtype
-    if executor.trace() is not None and ours:
+    if is_ours(x) and is_ours(y) and x.dtype == y.dtype:
         if x.shape != y.shape:
             return False
         if x._storage_ is y._storage_ and x._steps == y._steps:
@@ -105,22 +107,16 @@ def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 "torch.equal(x, x) in a compiled step, of a tensor that has NaNs (so it isn't)"
             )
             if x.is_floating_point() or x.is_complex():
-                assert_true((x == x).all(), message)
+                same: Any = x == x
+                assert_true(same.all(), message)
             return True
     return on_host(func, args, kwargs)
 
 
-@handles("aten::repeat_interleave.Tensor")
+@handles("aten::repeat_interleave.Tensor", traced=True)
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given it can be traced; eagerly torch also compares that with the values."""
-    if kwargs.get("output_size") is not None and executor.trace() is not None:
-        return NotImplemented
-    return on_host(func, args, kwargs)
-
-
-@handles("aten::allclose.default")
-def _allclose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return on_host(func, args, kwargs)
+    return NotImplemented if kwargs.get("output_size") is not None else on_host(func, args, kwargs)
 
 
 @handles("aten::index.Tensor")

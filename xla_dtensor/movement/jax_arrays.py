@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.dispatch.host_copies import refuse_varying
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.execution.on_host import refuse_varying
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage

@@ -215,7 +215,7 @@ def _shard(
         target = sharded_form(mesh, placements, *meta, 0, local.dtype, meta=local.is_meta)
         if has_own_piece(target):
             return of_own_pieces(local, target)
-    if executor.trace() is None and not local.is_meta:
+    if not local.is_meta:
         _place(local, mesh, placements, run_check)
     source = local._form.placed(frame)
     source.check_axes("from_local", frame)
@@ -264,9 +264,9 @@ def _shard(
 def _place(local: XLATensor, mesh: DeviceMesh, placements: Placements, run_check: bool) -> None:
     """Bring a process's own tensor to all devices: where the placements say that devices hold
     parts, each of several processes has its own."""
-    frame, storage = frame_of(mesh), local._storage_
-    if storage.form.frame is not None or not frame.process_axes:
-        storage.place(frame)
+    frame, storage, running = frame_of(mesh), local._storage_, executor.current()
+    if storage.form.frame is not None or not frame.process_axes or not running.has_values:
+        running.place(storage, frame)
         return
     apart: set[str] = set()
     inside: set[str] = set()

@@ -35,7 +35,7 @@ def has_own_piece(form: Form) -> bool:
     frame = form.frame
     if frame is None or not frame.one_each or form.varying or form.unreduced:
         return False
-    if executor.trace() is not None or form.meta:
+    if not executor.current().has_values or form.meta:
         return False
     return any(
         size % math.prod(frame.sizes[name] for name in names)
@@ -90,7 +90,7 @@ def are_equal_along(tensor: Any, mesh: DeviceMesh, dim: int) -> bool:
     all: a parameter, and its gradient.
     """
     frame = frame_of(mesh)
-    if not frame.one_each or executor.trace() is not None or tensor.is_meta:
+    if not frame.one_each or not executor.current().has_values or tensor.is_meta:
         return False
     value = np.asarray(arrays.own_shard(read(tensor)))
     sums = arrays.checksums(value)

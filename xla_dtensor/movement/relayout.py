@@ -23,7 +23,6 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.waypoints import waypoints
 from xla_dtensor.movement.scattered import scattered
 from xla_dtensor.runtime import agreement, arrays
-from xla_dtensor.tensors.of_form import new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 conversions: Cache[tuple[Any, Form, Form], Conversion] = Cache("conversions between forms", 2048)
@@ -36,21 +35,21 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     observer = events.observer
     if observer is not None:
         observer.relayout(convert, source, target)
-    trace = executor.trace()
-    if trace is not None:
-        array = read(tensor)
-        with trace.scope():
-            value = convert(array, source, target)
-            if target.sharding is not None:
-                value = jax.lax.with_sharding_constraint(value, target.computed_sharding)
-        return new_tensor(value, target)
 
-    def make() -> Conversion:
-        _agree("converts", source, target)
-        return Conversion(convert, source, target)
+    def conversion() -> Conversion:
+        def make() -> Conversion:
+            _agree("converts", source, target)
+            return Conversion(convert, source, target)
 
-    conversion = conversions.get_or_make((convert, source, target), make)
-    return executor.current().convert(tensor, conversion, target)
+        return conversions.get_or_make((convert, source, target), make)
+
+    def traced(array: Any) -> Any:
+        value = convert(array, source, target)
+        if target.sharding is not None:
+            value = jax.lax.with_sharding_constraint(value, target.computed_sharding)
+        return value
+
+    return executor.current().convert(tensor, target, conversion, traced)
 
 
 def move(
@@ -68,22 +67,21 @@ def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
         observer.redistribute(source, target)
     if target.meta:
         return XLAShardedTensor(Storage(None, target), target)
-    trace = executor.trace()
-    if trace is not None:
-        _check_same_devices(source, target)
-        array = read(tensor)
-        with trace.scope():
-            value = logical(array, source)
-            if _turns(source, target):
-                value = constrain(value, source)
-            value = constrain(_on_the_way(value, source, target), target)
-        return XLAShardedTensor(Storage(value, target), target)
     assert source.frame is not None and target.frame is not None
     if source.frame.device_ids != target.frame.device_ids:
+        _refuse_in_step(source, target)
         with launching():  # another thread's step may take the array over
             return _move_devices(read(tensor), source, target)
-    conversion = same_value(source, target)
-    moved: XLAShardedTensor = executor.current().convert(tensor, conversion, target)
+
+    def traced(array: Any) -> Any:
+        value = logical(array, source)
+        if _turns(source, target):
+            value = constrain(value, source)
+        return constrain(_on_the_way(value, source, target), target)
+
+    moved: XLAShardedTensor = executor.current().convert(
+        tensor, target, lambda: same_value(source, target), traced
+    )
     return moved
 
 
@@ -155,15 +153,15 @@ def constrain(value: Any, form: Form) -> Any:
     return jax.lax.with_sharding_constraint(value, form.computed_sharding)
 
 
-def _check_same_devices(source: Form, target: Form) -> None:
+def _refuse_in_step(source: Form, target: Form) -> None:
     assert source.frame is not None and target.frame is not None
-    if source.frame.device_ids != target.frame.device_ids:
-        same = set(source.frame.device_ids) == set(target.frame.device_ids)
-        raise MeshMismatchError(
-            f"redistribute from {source.mesh!r} to {target.mesh!r} inside a compiled step: one XLA "
-            f"program runs on one {'order' if same else 'set'} of devices; move the tensor outside "
-            "of the step"
-        )
+    same = set(source.frame.device_ids) == set(target.frame.device_ids)
+    executor.current().not_in_step(
+        f"redistribute from {source.mesh!r} to {target.mesh!r} inside a compiled step: one XLA "
+        f"program runs on one {'order' if same else 'set'} of devices; move the tensor outside "
+        "of the step",
+        MeshMismatchError,
+    )
 
 
 def _move_devices(array: Any, source: Form, target: Form) -> XLAShardedTensor:

@@ -14,7 +14,7 @@ from xla_dtensor.errors import DivergenceError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, padded_slice, to_numpy
 from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
-from xla_dtensor.runtime import abstract, agreement, arrays, broadcast, processes
+from xla_dtensor.runtime import agreement, arrays, broadcast, processes
 from xla_dtensor.tensors.of_form import is_ours
 
 _INSTEAD = (
@@ -27,7 +27,7 @@ def is_own(tensor: torch.Tensor) -> bool:
     """Whether there are several processes, and this is a value that each has of its own."""
     if not processes.several() or tensor.is_meta:
         return False
-    if executor.trace() is not None or abstract.current() is not None:
+    if not executor.current().has_values:
         return False  # in a step the values that processes bring are compared when it is called
     return not is_ours(tensor) or tensor._storage_.form.frame is None
 

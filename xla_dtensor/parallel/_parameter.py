@@ -240,9 +240,7 @@ class ManagedParameter:
         """A whole tensor, with the storage of an earlier one if that exists; below autograd."""
         form = self.form(parameter._form, global_view)
         if form is parameter._form:
-            trace = executor.trace()
-            if trace is not None:
-                trace.touched(parameter)  # a gathering reads it, and says so by that
+            executor.current().touched(parameter)  # a gathering reads it, and says so by that
             parameter._storage_.introduce(parameter)
             return type(parameter)(parameter._storage_, form, parameter._steps)
         storage = self._alive()

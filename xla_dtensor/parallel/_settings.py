@@ -62,10 +62,9 @@ class Settings(ComposableState):
         Called before they are read or changed: what the step found when it began is compared with
         what later calls find.
         """
-        trace = executor.trace()
-        if trace is not None:
-            names = ", ".join(type(module).__name__ for module in self.modules)
-            trace.depends_on(self._compared, f"the data-parallel settings of {names}")
+        names = ", ".join(type(module).__name__ for module in self.modules)
+        text = f"the data-parallel settings of {names}"
+        executor.current().depends_on(self._compared, text)
 
     def _compared(self) -> _Compared:
         return _Compared(

@@ -56,9 +56,9 @@ def _cast(value: Any, dtype: Any) -> Any:
     # A trace computes an optimizer's scalars in double precision and rounds them where they are
     # used: in float32 `1 - beta**step` has three digits left in the first steps.
     if value.ndim == 0 and value.dtype == np.float64 and dtype == np.float32:
-        trace = executor.trace()
-        if trace is not None and trace.wide is not None:
-            return trace.wide.narrowed(value)
+        wide = executor.current().wide
+        if wide is not None:
+            return wide.narrowed(value)
     return value.astype(dtype)
 
 

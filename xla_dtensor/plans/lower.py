@@ -131,9 +131,7 @@ def run_on_arrays(
 
 def _value(tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor) and not isinstance(tensor, XLATensor):
-        current = executor.trace()
-        assert current is not None
-        return current.host_tensor(tensor)
+        return executor.current().host_tensor(tensor)
     return logical_value(tensor)
 
 

@@ -66,7 +66,8 @@ class OpInfo:
         counts_writes: whether torch's kernel counts its writes to tensors of lists (which autograd
             compares); of tensors that are arguments themselves its autograd does.
         is_identity: whether it is a view of exactly what it is given.
-        routes: who may take a call of it over before it is taken apart.
+        routes: who may take a call of it over before it is taken apart; ``traced_routes``: in a
+            trace.
     """
 
     name: str
@@ -89,6 +90,7 @@ class OpInfo:
     counts_writes: bool
     is_identity: bool
     routes: tuple[SpecialHandler, ...]
+    traced_routes: tuple[SpecialHandler, ...]
 
 
 _CONVERTED = {
@@ -161,7 +163,8 @@ def _make(func: Any) -> OpInfo:
         makes_like=is_(Kind.LIKE, name),
         counts_writes=_writes_lists(schema) and not name.startswith(_UNCOUNTED),
         is_identity=name in _IDENTITIES,
-        routes=() if (handler := SPECIAL.get(name)) is None else (handler,),
+        routes=_routes(SPECIAL, name),
+        traced_routes=_routes(SPECIAL_IN_TRACES, name) or _routes(SPECIAL, name),
     )
 
 
@@ -247,12 +250,24 @@ SpecialHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 SPECIAL: Registry[SpecialHandler] = Registry("handler", lowering_changes)
 
 
-def handles(*names: str) -> Callable[[SpecialHandler], SpecialHandler]:
-    """Register a function that handles the named overloads instead of the general path."""
+SPECIAL_IN_TRACES: Registry[SpecialHandler] = Registry("handler in traces", lowering_changes)
+
+
+def handles(*names: str, traced: bool = False) -> Callable[[SpecialHandler], SpecialHandler]:
+    """Register a function that handles the named overloads instead of the general path.
+
+    Args:
+        traced: only in a trace, where it takes the place of the one for all executors.
+    """
+    registry = SPECIAL_IN_TRACES if traced else SPECIAL
 
     def register(function: SpecialHandler) -> SpecialHandler:
         for name in names:
-            SPECIAL.add(name, function)
+            registry.add(name, function)
         return function
 
     return register
+
+
+def _routes(registry: Registry[SpecialHandler], name: str) -> tuple[SpecialHandler, ...]:
+    return () if (handler := registry.get(name)) is None else (handler,)

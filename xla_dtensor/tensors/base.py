@@ -156,17 +156,17 @@ class TensorMethods(HasMemory, OurTensor):
     def __format__(self, format_spec: str) -> str:
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
-        known = executor.trace() is None
+        known = executor.current().has_values
         known = known and (not self._form.varying or self._form.has_own_value)
         if not self._form.meta and not self._form.shape and (format_spec or known):
             return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
         return object.__format__(self, format_spec)
 
     def __getitem__(self, index: Any) -> Any:
-        result = indexing.select(self, index)
-        if result is NotImplemented:
+        if indexing.is_of_numbers(index):
             return torch.Tensor.__getitem__(self, index)
-        return result
+        result = indexing.select(self, index)
+        return torch.Tensor.__getitem__(self, index) if result is NotImplemented else result
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if not indexing.assign(self, index, value):

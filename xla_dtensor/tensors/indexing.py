@@ -24,8 +24,6 @@ _NUMBERS = frozenset([int, slice, type(None), type(Ellipsis)])
 
 def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
-    if executor.enclosing() is None and _are_numbers(index):
-        return NotImplemented
     parts = _parts(index)
     if parts is None:
         selected = _at_numbers(tensor, index)
@@ -51,7 +49,7 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
     Raises:
         UnsupportedOpError: other tensors are in the index, too.
     """
-    if executor.enclosing() is None and _are_numbers(index):
+    if is_of_numbers(index):
         return False
     parts = _parts(index)
     if parts is None:
@@ -83,8 +81,7 @@ def assign(tensor: Any, index: Any, value: Any) -> bool:
 def _at_numbers(tensor: Any, index: Any) -> tuple[Any, tuple[Any, ...]] | None:
     """The view that the numbers of a trace in the index select, which torch would ask for their
     values, and the rest of the index; None if there are none, or they aren't inputs."""
-    trace = executor.trace()
-    if trace is None or trace.positions is None:
+    if executor.current().positions is None:
         return None
     parts = index if index.__class__ is tuple else (index,)
     chosen = [part for part in parts if isinstance(part, Int)]
@@ -157,8 +154,10 @@ def is_masked_fill(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
     return all(n in (1, m) for n, m in zip(reversed(values.shape), reversed(result), strict=False))
 
 
-def _are_numbers(index: Any) -> bool:
-    return _NUMBERS.issuperset(map(type, index if index.__class__ is tuple else (index,)))
+def is_of_numbers(index: Any) -> bool:
+    """Whether an index outside of any step or batch has numbers and slices alone: torch's way."""
+    parts = index if index.__class__ is tuple else (index,)
+    return _NUMBERS.issuperset(map(type, parts)) and executor.enclosing() is None
 
 
 def _parts(index: Any) -> tuple[Any, ...] | None:
@@ -174,9 +173,7 @@ def _has_no_number(part: Any) -> bool:
         return False
     if form.varying:
         return True
-    if executor.trace() is None:
-        return False
-    return constant_recipe(part) is None
+    return not executor.current().has_values and constant_recipe(part) is None
 
 
 def _dims(

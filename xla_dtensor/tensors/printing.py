@@ -44,7 +44,7 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
         step) or another on each device has its shape and dtype instead.
     """
     form = tensor._form
-    known = not form.meta and executor.trace() is None
+    known = not form.meta and executor.current().has_values
     known = known and (not form.varying or form.has_own_value)
     parts = []
     if not known:

@@ -233,6 +233,23 @@ def process_sets_static():
     hvd.remove_process_set(first)
 
 
+@case("X", APART)
+def a_set_of_ones_own_between_two_of_all():
+    """All launch the same programs: what one rank does alone in between splits nobody's."""
+    first = hvd.add_process_set([0])
+    x = torch.full((3,), float(hvd.rank()))
+    if hvd.rank() == 0:
+        time.sleep(1)  # so that its part comes last, and all three are in one list of responses
+    handles = [hvd.allreduce_async(x, op=hvd.Sum, name="before")]
+    if first.included():
+        handles.append(hvd.allreduce_async(x + 5, op=hvd.Sum, name="own", process_set=first))
+    handles.append(hvd.allreduce_async(x, op=hvd.Sum, name="after"))
+    found = [hvd.synchronize(handle)[0].item() for handle in reversed(handles)]
+    total = sum(range(hvd.size()))
+    assert found == ([total, 5.0, total] if hvd.rank() == 0 else [total, total])
+    hvd.remove_process_set(first)
+
+
 @case("X", fast=True)
 def all_asynchronous_forms():
     size = hvd.size()

@@ -14,7 +14,6 @@ import math
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -122,9 +121,7 @@ def like_a_number(number: Any) -> Any:
 
 def _of(node: NumberNode) -> Any:
     number = _KINDS.get(type(node.value), _KINDS[int if node.is_int() else float])(node)
-    trace = executor.trace()
-    if trace is not None:
-        trace.python_numbers.append(weakref.ref(number))
+    executor.current().gave_number(number)
     return number
 
 

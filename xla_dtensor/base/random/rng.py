@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor
 from xla_dtensor.base.random import threefry
 from xla_dtensor.base.torch_private import disable_current_modes
 
@@ -77,7 +77,7 @@ default = RandomStream()
 
 def manual_seed(seed: int) -> None:
     """Start the default stream of ``seed`` (any Python integer, taken modulo 2**64)."""
-    traced = thread_state.random_numbers()
+    traced = executor.current().random
     if traced is not None:
         traced.refuse("a new seed")
     default.restart(seed)
@@ -114,7 +114,7 @@ def words() -> np.ndarray:
 
 def advance(operations: int = 1) -> None:
     """Count ``operations`` random operations."""
-    traced = thread_state.random_numbers()
+    traced = executor.current().random
     if traced is not None:
         traced.advance(operations)
         return
@@ -124,7 +124,7 @@ def advance(operations: int = 1) -> None:
 def position() -> tuple[int, int]:
     """The seed and the number of random operations so far: of the step that is traced in this
     thread, or of all."""
-    traced = thread_state.random_numbers()
+    traced = executor.current().random
     if traced is not None:
         return traced.seed, traced.counter
     return default.position()
@@ -214,7 +214,7 @@ def set_state(state: torch.Tensor) -> None:
         ValueError: ``state`` isn't one.
     """
     seed, counter = position_in(state)
-    traced = thread_state.random_numbers()
+    traced = executor.current().random
     if traced is not None:
         if seed != traced.seed or not traced.start <= counter <= traced.latest:
             # Each call of the step has its own; only going back to one of them is possible.

@@ -9,8 +9,8 @@ import torch
 from xla_dtensor.horovod.api.calls import synchronize
 from xla_dtensor.horovod.api.collectives import allreduce_async_
 from xla_dtensor.horovod.api.optimizer_hooks import GradientHooks
-from xla_dtensor.horovod.reductions import Adasum
-from xla_dtensor.horovod.write_into import write
+from xla_dtensor.horovod.collectives.reductions import Adasum
+from xla_dtensor.horovod.world.write_into import write
 
 
 class AdasumOptimizer(GradientHooks):

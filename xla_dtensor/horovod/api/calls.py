@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.process_sets import global_process_set
-from xla_dtensor.horovod.rank_number import RankNumber
-from xla_dtensor.horovod.reductions import Average, Sum
-from xla_dtensor.horovod.world import Handle, HorovodRequest
+from xla_dtensor.horovod.collectives.collective import Done, HorovodCollective
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest
+from xla_dtensor.horovod.world.current_world import current
+from xla_dtensor.horovod.world.process_sets import global_process_set
+from xla_dtensor.horovod.world.rank_number import RankNumber
 
 
 def begin(call: HorovodRequest, unpack: Callable[[list[Any]], Any]) -> Handle:
@@ -165,87 +164,25 @@ def join(device: int = -1) -> int:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective whose gradient is the collective that Horovod says it is."""
+    """A collective whose gradient is the collective that Horovod says it is (`gradients`)."""
 
     @staticmethod
     def forward(ctx: Any, call: HorovodRequest, *tensors: Any) -> Any:
         world = current()
         handle = world.start(dataclasses.replace(call, tensors=tensors))
         results = world.synchronize(handle)
-        ctx.call, ctx.rows, ctx.count = call, handle.rows, len(tensors)
-        if call.kind == "alltoall":
-            ctx.received, ctx.sent = handle.received, tensors[0].shape[0]
-            ctx.mark_non_differentiable(*results[1:])
+        ctx.call, ctx.handle, ctx.count = call, handle, len(tensors)
+        ctx.mark_non_differentiable(*results[ctx.count :])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        backward = _BACKWARD[ctx.call.kind]
-        found = backward(ctx, list(grads[: ctx.count]))
-        return (None, *found)
+        call, handle = ctx.call, ctx.handle
 
+        def again(collective: HorovodCollective, grads: list[Any]) -> list[Any]:
+            return synchronize(
+                begin(HorovodRequest(collective, grads, None, call.process_set), list)
+            )
 
-def _same_again(ctx: Any, grads: list[Any]) -> list[Any]:
-    call = ctx.call
-    if call.op not in (Average, Sum):
-        raise UnsupportedOpError(
-            f"the gradient of an allreduce with {call.op!r}: there is one of Average and of Sum"
-        )
-    return _again(call, grads, "allreduce", op=call.op)
-
-
-def _again(call: HorovodRequest, grads: list[Any], kind: str, **changes: Any) -> list[Any]:
-    """A collective of gradients, in the same process set, without a name."""
-    changes = {"kind": kind, "name": None, "tensors": grads, **changes}
-    return synchronize(begin(dataclasses.replace(call, **changes), list))
-
-
-def _own_rows(ctx: Any, grads: list[Any]) -> list[Any]:
-    """Of an allgather: the average of what the ranks say of this one's rows."""
-    if ctx.rows is None:  # of devices, which have equally many
-        return _again(ctx.call, grads, "reducescatter", op=Average)
-    averages = _again(ctx.call, grads, "allreduce", op=Average)
-    position = ctx.call.process_set.rank()
-    return [
-        average.narrow(0, sum(rows[:position]), rows[position])
-        for average, rows in zip(averages, ctx.rows, strict=True)
-    ]
-
-
-def _at_root(ctx: Any, grads: list[Any]) -> list[Any]:
-    averages = _again(ctx.call, grads, "allreduce", op=Average, root=-1)
-    is_root = current().rank == ctx.call.root
-    if isinstance(is_root, RankNumber):
-        return [torch.where(is_root.tensor, average, 0) for average in averages]
-    return averages if is_root else [torch.zeros_like(average) for average in averages]
-
-
-def _sent_back(ctx: Any, grads: list[Any]) -> list[Any]:
-    (grad,) = _again(ctx.call, grads, "alltoall", splits=ctx.received)[:1]
-    kept = ctx.sent - grad.shape[0]  # rows that went to nobody
-    if kept:
-        grad = torch.cat([grad, grad.new_zeros(kept, *grad.shape[1:])])
-    return [grad]
-
-
-def _gathered(ctx: Any, grads: list[Any]) -> list[Any]:
-    call = ctx.call
-    if call.op not in (Average, Sum):
-        raise UnsupportedOpError(
-            f"the gradient of a reducescatter with {call.op!r}: there is one of Average and Sum"
-        )
-    factor = call.prescale * call.postscale
-    if call.op == Sum:
-        sets = call.process_set
-        factor *= (sets if hasattr(sets, "size") else sets[0]).size()
-    scaled = grads if factor == 1 else [grad * factor for grad in grads]
-    return _again(call, scaled, "allgather", prescale=1.0, postscale=1.0)
-
-
-_BACKWARD: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
-    "allreduce": _same_again,
-    "allgather": _own_rows,
-    "broadcast": _at_root,
-    "alltoall": _sent_back,
-    "reducescatter": _gathered,
-}
+        done = Done(handle.requests, handle.position, current(), again)
+        return (None, *call.collective.gradients(done, list(grads[: ctx.count])))

@@ -13,14 +13,14 @@ import torch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.horovod.api.adasum_optimizer import AdasumOptimizer
 from xla_dtensor.horovod.api.calls import synchronize
-from xla_dtensor.horovod.api.collectives import allreduce_async, grouped_allreduce_async
+from xla_dtensor.horovod.api.collectives import grouped_allreduce_async
+from xla_dtensor.horovod.api.compression import Compression
 from xla_dtensor.horovod.api.optimizer_hooks import GradientHooks, check_names
 from xla_dtensor.horovod.api.sparse import sparse_allreduce_async
-from xla_dtensor.horovod.compression import Compression
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.process_sets import global_process_set
-from xla_dtensor.horovod.reductions import Adasum, Average, Sum
-from xla_dtensor.horovod.write_into import written
+from xla_dtensor.horovod.collectives.reductions import Adasum, Average, Sum
+from xla_dtensor.horovod.world.current_world import current
+from xla_dtensor.horovod.world.process_sets import global_process_set
+from xla_dtensor.horovod.world.write_into import written
 
 
 def DistributedOptimizer(
@@ -85,25 +85,20 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
     names = check_names(optimizer, named_parameters)
-    if op == Adasum and current().size > 1:
-        if process_set != global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        cls = type(type(optimizer).__name__, (AdasumOptimizer, type(optimizer)), {})
-        new: Any = _of_class(cls, optimizer)
-        new.begin(names, compression, backward_passes_per_step)
-        return new
-    cls = type(type(optimizer).__name__, (AveragingOptimizer, type(optimizer)), {})
-    new = _of_class(cls, optimizer)
-    new.begin(
-        names, compression, backward_passes_per_step, op, gradient_predivide_factor,
-        _grouped(groups, new), sparse_as_dense, process_set,
-    )  # fmt: skip
-    return new
-
-
-def _of_class(cls: Any, optimizer: torch.optim.Optimizer) -> Any:
+    combines_steps = op == Adasum and current().size > 1
+    if combines_steps and process_set != global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    methods = AdasumOptimizer if combines_steps else AveragingOptimizer
+    cls: Any = type(type(optimizer).__name__, (methods, type(optimizer)), {})
     new = cls.__new__(cls)
     new.__dict__.update(optimizer.__dict__)
+    if combines_steps:
+        new.begin(names, compression, backward_passes_per_step)
+    else:
+        new.begin(
+            names, compression, backward_passes_per_step, op, gradient_predivide_factor,
+            _grouped(groups, new), sparse_as_dense, process_set,
+        )  # fmt: skip
     return new
 
 
@@ -149,7 +144,7 @@ class AveragingOptimizer(GradientHooks):
         self._compression, self._op, self._predivide = compression, op, predivide
         self._sparse_as_dense, self.process_set = sparse_as_dense, process_set
         self._group_of = {p: group for group in groups or [] for p in group}
-        self._handles: dict[Any, tuple[Any, Any]] = {}
+        self._handles: dict[Any, tuple[Any, int | None, Any]] = {}  # place in its group, context
         self._synchronized, self._should_synchronize = False, True
         self.watch(names, passes)
 
@@ -173,17 +168,13 @@ class AveragingOptimizer(GradientHooks):
         if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
             for p in parameters:
                 sparse = sparse_allreduce_async(p.grad, name=self.names[p], **options)
-                self._handles[p] = sparse, None
+                self._handles[p] = sparse, None, None
             return
         options |= {"prescale_factor": factors[0], "postscale_factor": factors[1], "name": name}
         pairs = [self._compression.compress(_dense(p.grad)) for p in parameters]
-        tensors = [tensor for tensor, _ in pairs]
-        if len(parameters) == 1:
-            handle: Any = allreduce_async(tensors[0], **options)
-        else:
-            handle = grouped_allreduce_async(tensors, **options)
+        handle = grouped_allreduce_async([tensor for tensor, _ in pairs], **options)
         for i, (p, (_, context)) in enumerate(zip(parameters, pairs, strict=True)):
-            self._handles[p] = (handle, i if len(parameters) > 1 else None), context
+            self._handles[p] = handle, i, context
 
     # --- before the step -----------------------------------------------------------------------
 
@@ -195,18 +186,12 @@ class AveragingOptimizer(GradientHooks):
             return
         self._check_place()
         self._begin_missing()
-        results: dict[int, Any] = {}
-        for parameter, (handle, context) in self._handles.items():
-            if callable(handle):
-                output = handle()
+        for parameter, (handle, place, context) in self._handles.items():
+            output = synchronize(handle)
+            if place is None:
                 parameter.grad = output.coalesce()
             else:
-                waited, place = handle
-                if id(waited) not in results:
-                    results[id(waited)] = synchronize(waited)
-                output = results[id(waited)]
-                output = output if place is None else output[place]
-                _put_gradient(parameter, self._compression.decompress(output, context))
+                _put_gradient(parameter, self._compression.decompress(output[place], context))
             self.left[parameter] = self.backward_passes_per_step
         self._handles.clear()
         self._synchronized = True

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.in_trace import TraceScope
-from xla_dtensor.horovod.process_sets import global_process_set
+from xla_dtensor.horovod.world.current_world import current
+from xla_dtensor.horovod.world.in_trace import TraceScope
+from xla_dtensor.horovod.world.process_sets import global_process_set
 
 
 def check_names(

@@ -9,10 +9,10 @@ import torch
 
 from xla_dtensor.horovod.api.calls import single
 from xla_dtensor.horovod.api.collectives import allgather_async
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.process_sets import global_process_set
-from xla_dtensor.horovod.rank_number import PerRank
-from xla_dtensor.horovod.reductions import Average, ReduceOp, Sum
+from xla_dtensor.horovod.collectives.reductions import Average, ReduceOp, Sum
+from xla_dtensor.horovod.world.current_world import current
+from xla_dtensor.horovod.world.process_sets import global_process_set
+from xla_dtensor.horovod.world.rank_number import PerRank
 
 
 def sparse_allreduce_async(

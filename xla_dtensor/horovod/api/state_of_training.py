@@ -11,8 +11,8 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import HorovodInternalError
 from xla_dtensor.horovod.api.calls import synchronize
 from xla_dtensor.horovod.api.collectives import broadcast_async_
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.process_sets import global_process_set
+from xla_dtensor.horovod.world.current_world import current
+from xla_dtensor.horovod.world.process_sets import global_process_set
 
 
 def broadcast_parameters(
@@ -102,7 +102,7 @@ def broadcast_optimizer_state(
     stripped = pytree.tree_unflatten(plain, structure)
     stripped = broadcast_object(stripped, root_rank, "optimizer", process_set=process_set)
     found, structure = pytree.tree_flatten(stripped)
-    is_root = current().is_root(root_rank)
+    is_root = current().is_alone or current().rank == root_rank
     own = iter(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     handles: list[Any] = []
     for i, leaf in enumerate(found):

@@ -8,8 +8,8 @@ import torch
 
 from xla_dtensor.base.torch_private import BatchNorm
 from xla_dtensor.horovod.api.collectives import allreduce
-from xla_dtensor.horovod.current_world import current
-from xla_dtensor.horovod.reductions import Sum
+from xla_dtensor.horovod.collectives.reductions import Sum
+from xla_dtensor.horovod.world.current_world import current
 
 
 class SyncBatchNorm(BatchNorm):

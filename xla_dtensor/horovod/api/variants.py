@@ -6,25 +6,21 @@ for. Each such way is a `Variant` here; `collectives` says which collective has 
 
 from __future__ import annotations
 
-import functools
+import inspect
 import textwrap
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from xla_dtensor.horovod.api.calls import begin, run, single, synchronize
-from xla_dtensor.horovod.rank_number import PerRank
-from xla_dtensor.horovod.world import Handle, HorovodRequest
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest
+from xla_dtensor.horovod.world.rank_number import PerRank
 
 
 @dataclass(frozen=True)
-class Variant(Generic[R]):
+class Variant:
     """One way to call a collective.
 
     Attributes:
@@ -39,40 +35,56 @@ class Variant(Generic[R]):
     in_place: bool = False
     waits: bool = True
 
-    def of(
-        self, collective: str, request: Callable[P, HorovodRequest], raises: str = ""
-    ) -> Callable[P, R]:
-        """The function of this variant; type checkers see the parameters of ``request``.
+    def of(self, asked: Callable[..., HorovodRequest], raises: str = "") -> Any:
+        """The function of this variant.
 
         Args:
-            collective: the collective's name.
-            request: makes the request from the function's arguments. Its docstring is that of the
-                variant `WAITED`.
+            asked: makes the request from the function's arguments (`parameters`). Its docstring is
+                that of the variant `WAITED`.
             raises: for the docstring, an error that is raised before anything is waited for.
         """
-        name = self._name(collective)
-        made: Any = request
-        # A copy, since Python's TypeErrors about arguments name the function that they go to.
-        own: Any = types.FunctionType(made.__code__, made.__globals__, name, made.__defaults__)
-        own.__qualname__ = name
-        own.__annotations__ = {**made.__annotations__, "return": self.type}
-        own.__doc__ = made.__doc__ if self is WAITED else _docstring(self, collective, made, raises)
+        name, signature = self._name(asked.__name__), self._signature(asked)
+        first = next(iter(signature.parameters))
+        taken = _taken(name, signature)
 
-        @functools.wraps(own)
-        def function(*args: P.args, **kwargs: P.kwargs) -> R:
-            return self._carry_out(name, own(*args, **kwargs))
+        def function(*args: Any, **kwargs: Any) -> Any:
+            given = taken(*args, **kwargs)
+            tensors = given.pop(first)
+            request = asked(tensors, **given)
+            if self.grouped:
+                if isinstance(tensors, torch.Tensor | PerRank) or not len(tensors):
+                    raise ValueError(f"{name}: give a list of tensors, with at least one")
+                request.tensors = tensors
+            return self._carry_out(request)
 
-        public: Any = function  # its code's name is what tracebacks and profilers say
+        public: Any = function
+        public.__module__ = "xla_dtensor.horovod.api.collectives"
+        public.__name__ = public.__qualname__ = name
+        public.__signature__ = signature
+        public.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        public.__annotations__["return"] = self.type
+        public.__doc__ = (
+            asked.__doc__
+            if self is WAITED
+            else _docstring(self, asked.__name__, list(signature.parameters), raises)
+        )
+        # Its code's name is what tracebacks and profilers say.
         public.__code__ = public.__code__.replace(co_name=name, co_qualname=name)
         return function
 
-    def _carry_out(self, name: str, request: HorovodRequest) -> Any:
-        tensors = request.tensors
-        if self.grouped and (isinstance(tensors, torch.Tensor | PerRank) or not len(tensors)):
-            raise ValueError(f"{name}: give a list of tensors, with at least one")
+    def _signature(self, asked: Callable[..., HorovodRequest]) -> inspect.Signature:
+        signature = inspect.signature(asked)
+        first, *others = signature.parameters.values()
+        if self.grouped:
+            first = first.replace(name="tensors", annotation="Sequence[Any]")
+        if self.in_place or not self.waits:  # as in Horovod, whose asynchronous forms have none
+            others = [parameter for parameter in others if parameter.name != "compression"]
+        return signature.replace(parameters=[first, *others], return_annotation=self.type)
+
+    def _carry_out(self, request: HorovodRequest) -> Any:
         unpack = list if self.grouped else single
         if self.in_place:
-            request.targets = tensors
+            request.targets = request.tensors
         elif self.waits:
             return run(request, unpack)
         handle = begin(request, unpack)
@@ -83,14 +95,24 @@ class Variant(Generic[R]):
         return before + collective + ("" if self.waits else "_async") + "_" * self.in_place
 
 
-WAITED = Variant[Any](Any)
-ASYNC = Variant[Handle](Handle, waits=False)
-IN_PLACE = Variant[Any](Any, in_place=True)
-ASYNC_IN_PLACE = Variant[Handle](Handle, in_place=True, waits=False)
-GROUPED = Variant[list[Any]](list[Any], grouped=True)
-GROUPED_ASYNC = Variant[Handle](Handle, grouped=True, waits=False)
-GROUPED_IN_PLACE = Variant[list[Any]](list[Any], grouped=True, in_place=True)
-GROUPED_ASYNC_IN_PLACE = Variant[Handle](Handle, grouped=True, in_place=True, waits=False)
+WAITED = Variant(Any)
+ASYNC = Variant(Handle, waits=False)
+IN_PLACE = Variant(Any, in_place=True)
+ASYNC_IN_PLACE = Variant(Handle, in_place=True, waits=False)
+GROUPED = Variant(list[Any], grouped=True)
+GROUPED_ASYNC = Variant(Handle, grouped=True, waits=False)
+GROUPED_IN_PLACE = Variant(list[Any], grouped=True, in_place=True)
+GROUPED_ASYNC_IN_PLACE = Variant(Handle, grouped=True, in_place=True, waits=False)
+
+
+def _taken(name: str, signature: inspect.Signature) -> Callable[..., dict[str, Any]]:
+    """Returns its arguments by name. A function of that name, since Python's errors about arguments
+    say it."""
+    made: dict[str, Any] = {}
+    exec(f"def {name}({', '.join(signature.parameters)}): return locals()", made)
+    values = [p.default for p in signature.parameters.values()]
+    made[name].__defaults__ = tuple(v for v in values if v is not inspect.Parameter.empty)
+    return made[name]
 
 
 # --- docstrings: what a variant differs in from a simpler one -------------------------------------
@@ -116,8 +138,7 @@ Example::
 """
 
 
-def _docstring(variant: Variant[Any], collective: str, request: Any, raises: str) -> str:
-    parameters = [name for name in request.__annotations__ if name != "return"]
+def _docstring(variant: Variant, collective: str, parameters: Sequence[str], raises: str) -> str:
     simplest = f"grouped_{collective}" if variant.grouped else collective
     tensor = parameters[0]
     arguments = [f"{', '.join(parameters)}: as of `{simplest}`."]
@@ -154,7 +175,7 @@ def _indented(entries: list[str]) -> str:
     )
 
 
-def _example(variant: Variant[Any], collective: str, parameters: list[str]) -> str:
+def _example(variant: Variant, collective: str, parameters: Sequence[str]) -> str:
     root = ", root_rank=0" if "root_rank" in parameters else ""
     given, found = ("[x]", "(y,)") if variant.grouped else ("x", "y")
     call = f"hvd.{variant._name(collective)}({given}{root})"

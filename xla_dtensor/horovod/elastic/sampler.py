@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.horovod.current_world import current
+from xla_dtensor.horovod.world.current_world import current
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -17,8 +17,8 @@ from xla_dtensor.horovod.api.state_of_training import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from xla_dtensor.horovod.current_world import current
 from xla_dtensor.horovod.elastic.sampler import ElasticSampler
+from xla_dtensor.horovod.world.current_world import current
 from xla_dtensor.runtime import processes
 
 ADDED, REMOVED = 1, 2

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.horovod import current_world
-from xla_dtensor.horovod.process_sets import ProcessSet
-from xla_dtensor.horovod.rank_number import PerRank
 from xla_dtensor.horovod.ranks.devices import Devices
 from xla_dtensor.horovod.ranks.several import Several
-from xla_dtensor.horovod.timeline import VARIABLE, timeline
-from xla_dtensor.horovod.world import World
+from xla_dtensor.horovod.world import current_world
+from xla_dtensor.horovod.world.process_sets import ProcessSet
+from xla_dtensor.horovod.world.rank_number import PerRank
+from xla_dtensor.horovod.world.timeline import VARIABLE, timeline
+from xla_dtensor.horovod.world.world import World
 from xla_dtensor.runtime import distributed
 
 _lock = threading.Lock()

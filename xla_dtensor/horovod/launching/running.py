@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from xla_dtensor.horovod import current_world
 from xla_dtensor.horovod.ranks.threads import Rendezvous, Thread
+from xla_dtensor.horovod.world import current_world
 from xla_dtensor.mesh import current_mesh, frame_of, root_mesh
 from xla_dtensor.runtime import all_devices, device_count, devices, processes, start
 

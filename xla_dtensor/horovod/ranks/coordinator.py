@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xla_dtensor.horovod.collectives.collective import Request
+from xla_dtensor.horovod.collectives.kinds import Join
+from xla_dtensor.horovod.collectives.requests import Response
 from xla_dtensor.horovod.ranks.disagreements import disagreement, listed
-from xla_dtensor.horovod.requests import Request, Response
 
 
 class Coordinator:
@@ -35,7 +37,7 @@ class Coordinator:
             request: the part.
         """
         self._blocked.pop(rank, None)
-        if request.kind == "join":
+        if isinstance(request.collective, Join):
             return self._join(rank, request)
         parts = self._waiting.setdefault(request.key, {})
         parts[rank] = request
@@ -151,12 +153,9 @@ def described(request: Request) -> str:
 
 
 def _beyond_join(request: Request, joined: list[int]) -> str:
-    if request.kind == "barrier":
-        return ""
-    if request.kind == "allreduce" and request.op in ("Average", "Sum", "Adasum"):
+    if request.collective.outlives_joins:
         return ""
     return (
         f"{described(request)}: {listed(joined)} joined, and what is gone adds zeros to sums and "
-        f"averages alone; {request.kind}{f' with {request.op}' if request.op else ''} is not "
-        "supported after a join"
+        f"averages alone; {request.collective.title} is not supported after a join"
     )

@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from xla_dtensor import runtime
 from xla_dtensor.base import executor
 from xla_dtensor.errors import HorovodInternalError, MeshError, UnsupportedOpError
-from xla_dtensor.horovod.in_trace import TraceScope
-from xla_dtensor.horovod.process_sets import ProcessSet, ProcessSets
-from xla_dtensor.horovod.rank_number import PerRank, RankNumber
+from xla_dtensor.horovod.collectives.collective import HorovodCollective, Sets
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest
 from xla_dtensor.horovod.ranks import per_device
 from xla_dtensor.horovod.ranks.disagreements import disagreement
-from xla_dtensor.horovod.ranks.kernels import Kernel
 from xla_dtensor.horovod.ranks.one_per_rank import all_at_once
-from xla_dtensor.horovod.requests import Request
-from xla_dtensor.horovod.timeline import timeline
-from xla_dtensor.horovod.world import Handle, HorovodRequest, World
-from xla_dtensor.horovod.write_into import write
+from xla_dtensor.horovod.ranks.ranked_tensors import put_into, request_of
+from xla_dtensor.horovod.world.in_trace import TraceScope
+from xla_dtensor.horovod.world.process_sets import ProcessSet, ProcessSets
+from xla_dtensor.horovod.world.rank_number import PerRank, RankNumber
+from xla_dtensor.horovod.world.timeline import timeline
+from xla_dtensor.horovod.world.world import World
 from xla_dtensor.mesh import Frame, current_mesh, frame_of, root_mesh
 from xla_dtensor.mesh.group import whole_group_of
 from xla_dtensor.movement.collective_kernels import check_tensor
@@ -68,9 +68,6 @@ class Devices(World):
     def is_coordinator(self) -> bool:
         return True
 
-    def is_root(self, rank: int) -> bool:
-        return True
-
     def position_in(self, ranks: Sequence[int]) -> Any:
         if len(ranks) == self.size:
             return self._number("process_set.rank()")
@@ -97,16 +94,13 @@ class Devices(World):
         self._count += 1
         handle = Handle(f"{call.kind}.{call.name or f'noname.{self._count}'}")
         if any(isinstance(tensor, PerRank) for tensor in call.tensors):
-            handle.results = self._of_each_rank(call, handle.name)
+            executor.current().not_in_step(
+                f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
+                "rank have no per-device tensor; do it outside of the step"
+            )
+            handle.results = all_at_once(call, handle.name, self._mesh)
         else:
-            request = self._checked(call, handle.name)
-            timeline.begin(request)
-            timeline.launch([request])
-            handle.results = self._of_tensors(call)
-            timeline.end(request)
-            if call.kind == "alltoall":
-                count = len(request.ranks)
-                handle.received = list(request.splits) or [request.shapes[0][0] // count] * count
+            self._of_tensors(call, handle)
         self._waiting[handle.name] = TraceScope()
         return handle
 
@@ -118,56 +112,34 @@ class Devices(World):
         handle.finished = True
         return handle.results
 
-    def _checked(self, call: HorovodRequest, name: str) -> Request:
-        """A rank's part. Raises where processes would: what is wrong is wrong on all ranks."""
-        splits = _equal_splits(call)
-        shapes = tuple(tuple(tensor.shape) for tensor in call.tensors)
-        dtypes = tuple(str(tensor.dtype) for tensor in call.tensors)
-        members = _members(call.process_set)
-        root = call.root
-        if call.kind == "broadcast":
-            root = members[0][position] if (position := _root(call, members)) >= 0 else call.root
-        request = Request(
-            call.kind, name, tuple(members[0]), 0, shapes, dtypes, call.op.name,
-            root=root, splits=splits,
-        )  # fmt: skip
-        wrong = disagreement(dict.fromkeys(request.ranks, request))
+    def _of_tensors(self, call: HorovodRequest, handle: Handle) -> None:
+        """What is wrong raises where processes would: it is wrong on all ranks."""
+        sets = _members(call.process_set)
+        ranks = call.collective.set_of(sets)
+        request = request_of(call.collective, handle.name, call.tensors, ranks)
+        wrong = disagreement(dict.fromkeys(ranks, request))
         if wrong:
             raise HorovodInternalError(wrong)
-        rows = len(request.ranks)
-        if call.kind == "reducescatter" and any(shape[0] % rows for shape in shapes):
-            raise UnsupportedOpError(
-                f"reducescatter of tensors of shapes {[list(s) for s in shapes]} over {rows} "
-                "devices: a per-device tensor has one shape on all of them, so dim 0 has to "
-                "divide; pad it, or give one tensor per rank, hvd.per_rank(fn) or hvd.run"
-            )
-        if splits and len(set(splits)) > 1:
-            raise UnsupportedOpError(
-                f"alltoall with splits {list(splits)}: a per-device tensor has one shape on all "
-                "devices; give equal splits, or one tensor per rank (a PerRank of hvd.per_rank)"
-            )
-        return request
+        call.collective.check_on_devices(request)
+        collective, apart = call.collective.placed(ranks), self._apart(call, sets)
+        timeline.begin(request)
+        timeline.launch([request])
+        results: list[Any] = [self._value(call, collective, apart, t) for t in call.tensors]
+        handle.requests = [request] * len(ranks)
+        handle.results = put_into(call.targets, results)
+        handle.results += call.collective.more_results(handle.requests, 0)
+        timeline.end(request)
 
-    def _of_tensors(self, call: HorovodRequest) -> list[Any]:
-        kernel = self._kernel(call)
-        results = []
-        for position, tensor in enumerate(call.tensors):
-            value: Any = self._value(kernel, tensor, call)
-            if call.targets is not None:
-                write(call.targets[position], value)
-                value = call.targets[position]
-            results.append(value)
-        if call.kind == "alltoall" and call.splits is not None:
-            results.append(torch.tensor(_equal_splits(call), dtype=torch.int32))
-        return results
-
-    def _value(self, kernel: Kernel, tensor: Any, call: HorovodRequest) -> Any:
+    def _value(
+        self, call: HorovodRequest, collective: HorovodCollective, apart: Sets, tensor: Any
+    ) -> Any:
         on_host = tensor.device.type == "cpu"
         given = tensor.detach().to("xla") if on_host else tensor.detach()
         check_tensor(call.kind, given)
-        if call.kind == "alltoall" and call.splits is not None:
-            given = given[: sum(_equal_splits(call))]
-        value = per_device.run(kernel, given, self._frame(given))
+        sent = call.collective.sent_rows()
+        if sent is not None:
+            given = given[:sent]
+        value = per_device.run(collective, apart, given, self._frame(given))
         if on_host and not value.varying and executor.trace() is None:
             return value.cpu()
         return value
@@ -185,34 +157,18 @@ class Devices(World):
             )
         return frame
 
-    def _kernel(self, call: HorovodRequest) -> Kernel:
-        members = _members(call.process_set)
-        whole = members == [list(range(self.size))]
-        if not whole and call.kind not in ("allreduce", "broadcast"):
-            named = sorted(rank for ranks in members for rank in ranks)
-            if named != list(range(self.size)):
-                raise UnsupportedOpError(
-                    f"{call.kind} in a process set of ranks {named}: the devices outside of it "
-                    "would have no result, where a per-device tensor has one of the same shape on "
-                    "all. Name all sets at once, process_set=[even, odd], which have equal sizes "
-                    "and every rank in one"
-                )
-        return Kernel(
-            call.kind,
-            call.op,
-            call.prescale,
-            call.postscale,
-            len(members[0]),
-            max(_root(call, members), 0),
-            None if whole else tuple(map(tuple, members)),
-        )
-
-    def _of_each_rank(self, call: HorovodRequest, name: str) -> list[Any]:
-        executor.current().not_in_step(
-            f"{call.kind} of a value for each rank in a compiled step: shapes that differ by "
-            "rank have no per-device tensor; do it outside of the step"
-        )
-        return all_at_once(call, name, self._mesh)
+    def _apart(self, call: HorovodRequest, sets: list[list[int]]) -> Sets:
+        if sets == [list(range(self.size))]:
+            return None
+        named = sorted(rank for ranks in sets for rank in ranks)
+        if not call.collective.keeps_shape and named != list(range(self.size)):
+            raise UnsupportedOpError(
+                f"{call.kind} in a process set of ranks {named}: the devices outside of it would "
+                "have no result, where a per-device tensor has one of the same shape on all. Name "
+                "all sets at once, process_set=[even, odd], which have equal sizes and every rank "
+                "in one"
+            )
+        return tuple(map(tuple, sets))
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -254,17 +210,3 @@ def _members(process_set: ProcessSet | Sequence[ProcessSet]) -> list[list[int]]:
             f"process_set={sets}: several sets at once have equal sizes, and no rank is in two"
         )
     return members
-
-
-def _root(call: HorovodRequest, members: list[list[int]]) -> int:
-    """The position of a broadcast's source in its set, and in the other sets; -1 if it is in
-    none."""
-    found = [ranks.index(call.root) for ranks in members if call.root in ranks]
-    return found[0] if found else -1
-
-
-def _equal_splits(call: HorovodRequest) -> tuple[int, ...]:
-    if call.splits is None:
-        return ()
-    splits = call.splits
-    return tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)

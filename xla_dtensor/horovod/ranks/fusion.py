@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from xla_dtensor.horovod.requests import Request, Response
+from xla_dtensor.horovod.collectives.collective import Request
+from xla_dtensor.horovod.collectives.requests import Response
 
 VARIABLE = "HOROVOD_FUSION_THRESHOLD"
 """How many bytes may wait to be launched together; 0 launches each by itself. Horovod's
@@ -51,7 +52,7 @@ class Waiting:
             response: one without an error.
         """
         self._responses.append(response)
-        self._bytes += size_of(next(iter(response.requests.values())))
+        self._bytes += size_of(response.one)
         return self._bytes >= threshold()
 
     def take(self) -> list[list[Response]]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.errors import HorovodInternalError
-from xla_dtensor.horovod.rank_number import PerRank
+from xla_dtensor.horovod.collectives.requests import HorovodRequest, Response
 from xla_dtensor.horovod.ranks import exchange
 from xla_dtensor.horovod.ranks.disagreements import disagreement
 from xla_dtensor.horovod.ranks.ranked_tensors import request_of, to_array, to_tensor
-from xla_dtensor.horovod.requests import Response
-from xla_dtensor.horovod.world import HorovodRequest
+from xla_dtensor.horovod.world.rank_number import PerRank
 from xla_dtensor.mesh import frame_of
-
-SAME_ON_ALL = ("allreduce", "allgather", "broadcast")
 
 
 def all_at_once(call: HorovodRequest, name: str, mesh: DeviceMesh) -> list[Any]:
@@ -38,7 +34,7 @@ def all_at_once(call: HorovodRequest, name: str, mesh: DeviceMesh) -> list[Any]:
     ranks = call.process_set.ranks
     own = {rank: [_of(tensor, rank) for tensor in call.tensors] for rank in ranks}
     requests = {
-        rank: request_of(call, name, tensors, ranks, _of(call.splits, rank))
+        rank: request_of(call.collective.of_rank(rank), name, tensors, ranks)
         for rank, tensors in own.items()
     }
     wrong = disagreement(requests)
@@ -51,12 +47,12 @@ def all_at_once(call: HorovodRequest, name: str, mesh: DeviceMesh) -> list[Any]:
     devices = np.array(frame_of(mesh).jax_mesh.devices).ravel()
     (outputs,) = exchange.run([response], [values], list(devices))
     found: list[Any] = []
-    for position in range(len(call.tensors)):
-        each = [to_tensor(outputs[rank][position], own[rank][position]) for rank in ranks]
-        found.append(each[0] if call.kind in SAME_ON_ALL else PerRank(each))
-    if call.kind == "alltoall" and call.splits is not None:
-        received = [exchange.received_splits(response, rank) for rank in ranks]
-        found.append(PerRank(torch.tensor(each, dtype=torch.int32) for each in received))
+    for position, output in enumerate(outputs):
+        each = [to_tensor(output, rank, own[rank][position]) for rank in ranks]
+        found.append(each[0] if call.collective.same_on_all else PerRank(each))
+    parts = list(requests.values())
+    more = [call.collective.more_results(parts, i) for i in range(len(ranks))]
+    found += map(PerRank, zip(*more, strict=True))
     if call.targets is not None:
         for target, result in zip(call.targets, found, strict=True):
             for rank, mine in zip(ranks, target, strict=True):

@@ -12,26 +12,19 @@ from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import union
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.horovod.ranks.kernels import Axes, Kernel
+from xla_dtensor.horovod.collectives.collective import Axes, HorovodCollective, Sets
 from xla_dtensor.mesh import Frame
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.rules.cost import Collective
 from xla_dtensor.tensors.device_tensor import XLATensor
 
-_KINDS = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "broadcast": "all-reduce",
-    "alltoall": "all-to-all",
-    "reducescatter": "reduce-scatter",
-}
-
 
 @dataclass(frozen=True)
 class _OnDevices:
-    """A kernel as `relayout` takes it."""
+    """A collective as `relayout` takes it."""
 
-    kernel: Kernel
+    collective: HorovodCollective
+    sets: Sets
     axes: Axes
 
     def moves(self, source: Form, target: Form) -> list[Collective]:
@@ -39,7 +32,7 @@ class _OnDevices:
         assert target.frame is not None
         count = math.prod(target.frame.sizes[name] for name in self.axes)
         nbytes = math.prod(source.shape) * source.dtype.itemsize
-        kind = _KINDS[self.kernel.kind] if self.kernel.sets is None else "all-gather"
+        kind = self.collective.xla_name if self.sets is None else "all-gather"
         return [Collective(kind, self.axes, count, nbytes * (count if "gather" in kind else 1))]
 
     def __call__(self, array: Any, source: Form, target: Form) -> Any:
@@ -47,7 +40,8 @@ class _OnDevices:
         own, result = len(source.varying), len(target.varying)
 
         def one(block: Any) -> Any:
-            value = self.kernel.on_device(block.reshape(block.shape[own:]), self.axes)
+            value = block.reshape(block.shape[own:])
+            value = self.collective.on_device(value, self.axes, self.sets)
             return value.reshape((1,) * result + value.shape)
 
         spec = jax.sharding.PartitionSpec
@@ -61,11 +55,12 @@ class _OnDevices:
             )(array)
 
 
-def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
+def run(collective: HorovodCollective, sets: Sets, tensor: XLATensor, frame: Frame) -> XLATensor:
     """What each device has afterwards; below autograd.
 
     Args:
-        kernel: the collective, over all devices of the frame.
+        collective: as devices compute it (`HorovodCollective.placed`).
+        sets: which of the frame's devices are together; None for all.
         tensor: a per-device tensor.
         frame: its mesh.
     """
@@ -73,19 +68,18 @@ def run(kernel: Kernel, tensor: XLATensor, frame: Frame) -> XLATensor:
     if not tensor.is_meta:
         executor.current().place(tensor._storage_, frame)
     source = tensor._form.placed(frame)
-    source.check_axes(kernel.kind, frame)
-    count = len(kernel.sets[0]) if kernel.sets else math.prod(frame.sizes[name] for name in axes)
-    shape = source.shape
-    # In the memory order of the tensor, so that it can take the result's place.
-    stride = source.stride if kernel.kind in ("allreduce", "broadcast") else None
-    if kernel.kind == "allgather":
-        shape = (shape[0] * count, *shape[1:])
-    elif kernel.kind == "reducescatter":
-        shape = (shape[0] // count, *shape[1:])
-    same = kernel.sets is None and kernel.kind in ("allreduce", "allgather", "broadcast")
+    source.check_axes(collective.kind, frame)
+    count = len(sets[0]) if sets else math.prod(frame.sizes[name] for name in axes)
+    shape, stride = source.shape, None
+    if collective.keeps_shape:
+        stride = source.stride  # the memory order, so that it can take the tensor's place
+    else:
+        shape = (collective.result_rows(shape[0], count), *shape[1:])
+    same = sets is None and collective.same_on_all
     varying = () if same else union(frame, [source.varying, axes])
     target = device_form(frame, shape, stride, 0, source.dtype, varying, source.meta)
     if source.meta:
         return XLATensor(Storage(None, target), target)
-    result: XLATensor = relayout(tensor, source, target, _OnDevices(kernel, axes))
+    how = _OnDevices(collective, sets, axes)
+    result: XLATensor = relayout(tensor, source, target, how)
     return result

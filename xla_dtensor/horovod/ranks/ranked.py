@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from xla_dtensor.errors import HorovodInternalError
-from xla_dtensor.horovod.process_sets import ProcessSet, ProcessSets
-from xla_dtensor.horovod.ranks.exchange import Output, received_splits
-from xla_dtensor.horovod.ranks.ranked_tensors import request_of, to_array, to_tensor
-from xla_dtensor.horovod.requests import Request, Response
-from xla_dtensor.horovod.timeline import timeline
-from xla_dtensor.horovod.world import Handle, HorovodRequest, World
-from xla_dtensor.horovod.write_into import write
+from xla_dtensor.horovod.collectives.collective import HorovodCollective, Request
+from xla_dtensor.horovod.collectives.kinds import Allgather, Barrier, Join, ProcessSetChange
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest, Response
+from xla_dtensor.horovod.ranks.exchange import Exchanged
+from xla_dtensor.horovod.ranks.ranked_tensors import put_into, request_of, to_array, to_tensor
+from xla_dtensor.horovod.world.process_sets import ProcessSet, ProcessSets
+from xla_dtensor.horovod.world.timeline import timeline
+from xla_dtensor.horovod.world.world import World
 
 
 class RankedHandle(Handle):
@@ -34,7 +35,7 @@ class RankedHandle(Handle):
     Attributes:
         arrays: the tensors' values.
         response: what came of it; None before.
-        outputs: the results.
+        outputs: what has become of its tensors.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class RankedHandle(Handle):
         super().__init__(request.name)
         self.request, self.call, self.arrays = request, call, arrays
         self.response: Response | None = None
-        self.outputs: list[Output] = []
+        self.outputs: Sequence[Exchanged] = ()
 
 
 class Ranked(World):
@@ -68,9 +69,6 @@ class Ranked(World):
     @property
     def is_coordinator(self) -> bool:
         return self._rank == 0
-
-    def is_root(self, rank: int) -> bool:
-        return rank == self._rank
 
     def position_in(self, ranks: Sequence[int]) -> int | None:
         return list(ranks).index(self._rank) if self._rank in ranks else None
@@ -99,7 +97,8 @@ class Ranked(World):
         set_id = call.process_set.process_set_id or 0
         name = self._numbered(set_id, "noname") if call.name is None else call.name
         name = name if call.name is None else f"{call.kind}.{name}"
-        request = request_of(call, name, call.tensors, members, call.splits)
+        collective = call.collective.of_rank(self._rank)
+        request = request_of(collective, name, call.tensors, members, set_id)
         arrays = [to_array(tensor) for tensor in call.tensors]
         return self._begin(RankedHandle(request, call, arrays))
 
@@ -129,8 +128,9 @@ class Ranked(World):
         before = self._pending.get(key)
         if before is not None and before.response is None:
             raise ValueError(
-                f"{handle.request.kind} {handle.request.name!r}: there is one of this name already "
-                f"on rank {self._rank}, which hasn't been waited for yet; give each its own name"
+                f"{handle.request.collective.kind} {handle.request.name!r}: there is one of this "
+                f"name already on rank {self._rank}, which hasn't been waited for yet; give each "
+                "its own name"
             )
         self._pending[key] = handle
         timeline.begin(handle.request)
@@ -143,7 +143,7 @@ class Ranked(World):
             return True
         if not self.look(handle):
             return False
-        return all(output.is_ready() for output in handle.outputs)
+        return all(output.is_ready(self._rank) for output in handle.outputs)
 
     def synchronize(self, handle: Handle) -> Any:
         assert isinstance(handle, RankedHandle)
@@ -165,55 +165,48 @@ class Ranked(World):
         if call is None:
             return
         pairs = zip(handle.outputs, call.tensors, strict=True)
-        results: list[Any] = [to_tensor(output, tensor) for output, tensor in pairs]
-        if call.targets is not None:
-            for target, result in zip(call.targets, results, strict=True):
-                write(target, result)
-            results = list(call.targets)
-        if call.kind == "allgather":
-            handle.rows = [
-                [response.requests[rank].shapes[i][0] for rank in response.ranks]
-                for i in range(len(results))
-            ]
-        elif call.kind == "alltoall":
-            handle.received = received_splits(response, self._rank)
-            if call.splits is not None:
-                results.append(torch.tensor(handle.received, dtype=torch.int32))
-        handle.results, handle.arrays = results, ()
+        results: list[Any] = [to_tensor(output, self._rank, tensor) for output, tensor in pairs]
+        results = put_into(call.targets, results)
+        requests = list(response.requests.values())
+        position = response.ranks.index(self._rank)
+        handle.requests, handle.position = requests, position
+        handle.results = results + call.collective.more_results(requests, position)
+        handle.arrays = ()
 
     # --- without tensors -----------------------------------------------------------------------
 
-    def _meet(self, kind: str, members: Sequence[int], set_id: int, detail: str = "") -> Response:
-        name = "join" if kind == "join" else self._numbered(set_id, kind)
-        request = Request(kind, name, tuple(members), set_id, detail=detail)
-        handle = RankedHandle(request, None, ())
+    def _meet(
+        self, collective: HorovodCollective, name: str, ranks: Sequence[int], set_id: int = 0
+    ) -> Response:
+        handle = RankedHandle(Request(collective, name, tuple(ranks), set_id), None, ())
         self._begin(handle)
         self._finish(handle)
         assert handle.response is not None
         return handle.response
 
     def barrier(self, process_set: ProcessSet) -> None:
-        members = self._members(process_set, "barrier")
-        self._meet("barrier", members, process_set.process_set_id or 0)
+        members = self._members(process_set, Barrier.kind)
+        set_id = process_set.process_set_id or 0
+        self._meet(Barrier(), self._numbered(set_id, Barrier.kind), members, set_id)
 
     def join(self) -> int:
-        response = self._meet("join", range(self.size), 0)
+        response = self._meet(Join(), Join.kind, range(self.size))
         self._joins += 1
         # Ranks that joined early have counted fewer unnamed operations than the others.
         self._numbers = {key: n for key, n in self._numbers.items() if key[0]}
         return response.last
 
     def agree_on_set(self, what: str, ranks: Sequence[int]) -> None:
-        self._meet("process_set", range(self.size), 0, f"{what} {list(ranks)}")
+        change = ProcessSetChange(f"{what} {list(ranks)}")
+        self._meet(change, self._numbered(0, change.kind), range(self.size))
 
     def objects(self, value: Any, process_set: ProcessSet, root: int | None) -> list[Any]:
         own = root is None or root == self._rank
         data = pickle.dumps(value) if own else b""
         row = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        handle = self.start(HorovodRequest("allgather", [row], process_set=process_set))
+        handle = self.start(HorovodRequest(Allgather(), [row], None, process_set))
         (rows,) = self.synchronize(handle)
-        assert handle.rows is not None
-        texts = rows.split(handle.rows[0])
+        texts = rows.split([request.shapes[0][0] for request in handle.requests])
         return [pickle.loads(text.numpy().tobytes()) for text in texts if len(text)]
 
     def close(self) -> None:

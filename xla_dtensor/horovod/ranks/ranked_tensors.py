@@ -15,39 +15,32 @@ from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.horovod.ranks.exchange import Output
-from xla_dtensor.horovod.requests import Request
-from xla_dtensor.horovod.world import HorovodRequest
+from xla_dtensor.horovod.collectives.collective import HorovodCollective, Request
+from xla_dtensor.horovod.ranks.exchange import Exchanged
+from xla_dtensor.horovod.world.write_into import write
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
 
 
 def request_of(
-    call: HorovodRequest, name: str, tensors: Sequence[Any], ranks: Sequence[int], splits: Any
+    collective: HorovodCollective,
+    name: str,
+    tensors: Sequence[Any],
+    ranks: Sequence[int],
+    set_id: int = 0,
 ) -> Request:
-    """What a rank asks for with a call.
+    """A rank's part of a collective.
 
     Args:
-        call: the call.
+        collective: what is to be done, as the rank asks for it.
         name: the operation's name, with its kind.
         tensors: the rank's.
         ranks: the members of the process set.
-        splits: the rank's, of an alltoall.
+        set_id: the process set's number.
     """
-    reduces = call.kind in ("allreduce", "reducescatter")
-    return Request(
-        call.kind,
-        name,
-        tuple(ranks),
-        call.process_set.process_set_id or 0,
-        tuple(tuple(tensor.shape) for tensor in tensors),
-        tuple(str(to_jax_dtype(tensor.dtype)) for tensor in tensors),
-        call.op.name if reduces else "",
-        float(call.prescale),
-        float(call.postscale),
-        call.root,
-        () if splits is None else tuple(map(int, splits)),
-    )
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    dtypes = tuple(str(to_jax_dtype(tensor.dtype)) for tensor in tensors)
+    return Request(collective, name, tuple(ranks), set_id, shapes, dtypes)
 
 
 def to_array(tensor: torch.Tensor) -> Any:
@@ -76,11 +69,20 @@ def to_array(tensor: torch.Tensor) -> Any:
     )
 
 
-def to_tensor(output: Output, like: torch.Tensor) -> torch.Tensor:
+def to_tensor(output: Exchanged, rank: int, like: torch.Tensor) -> torch.Tensor:
     """A rank's result as a tensor where ``like`` is."""
     if not isinstance(like, XLATensor):
-        return from_numpy(output.array(on_host=True))
+        return from_numpy(output.result(rank, on_host=True))
     with jax.enable_x64(True):
-        array = jax.numpy.asarray(output.array(on_host=False))
+        array = jax.numpy.asarray(output.result(rank, on_host=False))
     form = device_form(None, array.shape, dtype=to_torch_dtype(array.dtype))
     return XLATensor(Storage(array, form), form)
+
+
+def put_into(targets: Sequence[Any] | None, results: list[Any]) -> list[Any]:
+    """The tensors that the results are written to, where there are such; else the results."""
+    if targets is None:
+        return results
+    for target, result in zip(targets, results, strict=True):
+        write(target, result)
+    return list(targets)

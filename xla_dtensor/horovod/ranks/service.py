@@ -6,13 +6,15 @@ which is the order of their launches.
 
 from __future__ import annotations
 
-import json
+import base64
 import logging
+import pickle
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+from xla_dtensor.horovod.collectives.requests import Response
 from xla_dtensor.horovod.ranks.coordinator import Coordinator
-from xla_dtensor.horovod.requests import Request, Response
 from xla_dtensor.runtime import processes
 
 logger = logging.getLogger("xla_dtensor")
@@ -28,6 +30,16 @@ def outgoing(generation: int, rank: int, number: int) -> str:
 def incoming(generation: int, number: int) -> str:
     """The key of a list of responses, which all processes read in the order of its numbers."""
     return f"horovod/{generation}/in/{number}"
+
+
+def packed(value: Any) -> str:
+    """Requests and responses as a text, which is what the store keeps."""
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def unpacked(text: str) -> Any:
+    """What `packed` was given."""
+    return pickle.loads(base64.b64decode(text))
 
 
 class Service:
@@ -54,14 +66,14 @@ class Service:
 
     def take(self, rank: int, text: str) -> bool:
         """A message of a process; whether it is its last."""
-        read, items = json.loads(text)
+        read, items = unpacked(text)
         with self._changed:
             self._read[rank] = read
             found: list[Response] = []
             last = False
             for what, argument in items:
                 if what == "submit":
-                    found += self._coordinator.submit(rank, Request.of_text(argument))
+                    found += self._coordinator.submit(rank, argument)
                 elif what == "block":
                     found += self._coordinator.block(rank, argument)
                 else:
@@ -80,7 +92,7 @@ class Service:
             return self._kept.get(number)
 
     def _publish(self, found: Sequence[Response]) -> None:
-        text = json.dumps([response.text() for response in found])
+        text = packed(found)
         self._kept[self._published] = text
         processes.store().put(incoming(self._generation, self._published), text)
         self._published += 1

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import executor
-from xla_dtensor.horovod.ranks import exchange
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest
 from xla_dtensor.horovod.ranks.devices import Devices
 from xla_dtensor.horovod.ranks.fusion import batches, size_of, threshold
+from xla_dtensor.horovod.ranks.launches import Launches
 from xla_dtensor.horovod.ranks.ranked import Ranked, RankedHandle
-from xla_dtensor.horovod.ranks.service import Service, incoming, outgoing
-from xla_dtensor.horovod.requests import Response
-from xla_dtensor.horovod.timeline import timeline
-from xla_dtensor.horovod.world import Handle, HorovodRequest
+from xla_dtensor.horovod.ranks.service import Service, incoming, outgoing, packed, unpacked
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.movement.device_values import from_device_values
 from xla_dtensor.runtime import all_devices, processes, start
@@ -44,13 +40,13 @@ class Several(Ranked):
         names = list(dict.fromkeys(hosts))
         self.cross_size, self.cross_rank = len(names), names.index(own)
         first = {device.process_index: device for device in reversed(all_devices())}
-        self._devices = [first[i] for i in range(self.size)]
+        devices = [first[i] for i in range(self.size)]
         self._mesh = DeviceMesh("xla", list(range(len(all_devices()))), mesh_dim_names=("rank",))
         one_each = frame_of(self._mesh).one_each
         self._compiled = Devices(self._mesh) if one_each else None
         self._service = Service(self.size, self._generation) if self._rank == 0 else None
-        self._handles: dict[str, RankedHandle] = {}
-        self._outbox: list[tuple[str, str]] = []
+        self._launches = Launches([self._rank], devices)
+        self._outbox: list[tuple[str, Any]] = []
         self._bytes = self._sent = self._read = 0
         self._closed = False
         atexit.register(self._leave, "has come to the end of its program")
@@ -87,8 +83,8 @@ class Several(Ranked):
     # --- to the others -------------------------------------------------------------------------
 
     def send(self, handle: RankedHandle) -> None:
-        self._handles[handle.request.key] = handle
-        self._outbox.append(("submit", handle.request.text()))
+        self._launches.put(self._rank, handle)
+        self._outbox.append(("submit", handle.request))
         self._bytes += size_of(handle.request)
         if self._bytes >= threshold():
             self._flush()
@@ -97,7 +93,7 @@ class Several(Ranked):
 
     def _flush(self) -> None:
         if self._outbox:
-            text = json.dumps([self._read, self._outbox])
+            text = packed((self._read, self._outbox))
             self._outbox, self._bytes = [], 0
             if self._service is not None:
                 self._service.take(self._rank, text)
@@ -134,32 +130,15 @@ class Several(Ranked):
         if text is None:
             return False
         self._read += 1
-        found = [Response.of_text(each) for each in json.loads(text)]
-        mine = [response for response in found if self._rank in response.ranks]
-        launched = [r for r in mine if not r.error and any(q.shapes for q in r.requests.values())]
-        for batch in batches(launched):
-            self._launch(batch)
-        for response in mine:
-            if response not in launched:
-                self._deliver(response, [])
+        responses = unpacked(text)
+        # Of all responses, also those of others: all processes have to make the same programs.
+        for batch in batches([response for response in responses if response.is_launched]):
+            if self._rank in batch[0].ranks:
+                self._launches.launch(batch)
+        for response in responses:
+            if not response.is_launched:
+                self._launches.deliver(response)
         return True
-
-    def _launch(self, batch: Sequence[Response]) -> None:
-        values = [{self._rank: self._value(response)} for response in batch]
-        timeline.launch([r.requests[self._rank] for r in batch if self._rank in r.requests])
-        for response, outputs in exchange.outcomes(batch, values, self._devices):
-            self._deliver(response, outputs.get(self._rank, []))
-
-    def _value(self, response: Response) -> Sequence[Any]:
-        if self._rank not in response.requests:
-            return exchange.zeros(response)
-        return self._handles[response.key].arrays
-
-    def _deliver(self, response: Response, outputs: list[Any]) -> None:
-        if self._rank in response.requests:
-            handle = self._handles.pop(response.key)
-            handle.outputs = outputs
-            handle.response = response
 
     # --- the end -------------------------------------------------------------------------------
 

@@ -17,12 +17,11 @@ import torch
 
 from xla_dtensor.base.random import rng
 from xla_dtensor.errors import HorovodInternalError, UnsupportedOpError
-from xla_dtensor.horovod.ranks import exchange
+from xla_dtensor.horovod.collectives.requests import Response
 from xla_dtensor.horovod.ranks.coordinator import Coordinator
 from xla_dtensor.horovod.ranks.fusion import Waiting
+from xla_dtensor.horovod.ranks.launches import Launches
 from xla_dtensor.horovod.ranks.ranked import Ranked, RankedHandle
-from xla_dtensor.horovod.requests import Response
-from xla_dtensor.horovod.timeline import timeline
 
 
 class Turns:
@@ -77,17 +76,17 @@ class Rendezvous:
     """
 
     def __init__(self, devices: Sequence[Any]) -> None:
-        self.size, self.devices = len(devices), list(devices)
+        self.size = len(devices)
         self.turns = Turns(self.size)
         self._coordinator = Coordinator(self.size)
-        self._handles: dict[tuple[str, int], RankedHandle] = {}
+        self._launches = Launches(range(self.size), devices)
         self._waiting = Waiting()
         self._blocked: dict[int, RankedHandle] = {}
         self._ended: set[int] = set()
 
     def submit(self, rank: int, handle: RankedHandle) -> None:
         """A rank has come to a collective."""
-        self._handles[handle.request.key, rank] = handle
+        self._launches.put(rank, handle)
         self._take(self._coordinator.submit(rank, handle.request))
 
     def wait(self, rank: int, handle: RankedHandle) -> None:
@@ -134,30 +133,14 @@ class Rendezvous:
 
     def _take(self, responses: Sequence[Response]) -> None:
         for response in responses:
-            if response.error or not any(r.shapes for r in response.requests.values()):
-                self._deliver(response, {})
+            if not response.is_launched:
+                self._launches.deliver(response)
             elif self._waiting.add(response):
                 self._launch()
 
     def _launch(self) -> None:
         for batch in self._waiting.take():
-            values = [
-                {rank: self._value(response, rank) for rank in response.ranks} for response in batch
-            ]
-            timeline.launch([r for response in batch for r in response.requests.values()])
-            for response, outputs in exchange.outcomes(batch, values, self.devices):
-                self._deliver(response, outputs)
-
-    def _value(self, response: Response, rank: int) -> Sequence[Any]:
-        if rank not in response.requests:
-            return exchange.zeros(response)
-        return self._handles[response.key, rank].arrays
-
-    def _deliver(self, response: Response, outputs: dict[int, Any]) -> None:
-        for rank in response.requests:
-            handle = self._handles.pop((response.key, rank))
-            handle.outputs = outputs.get(rank, [])
-            handle.response = response
+            self._launches.launch(batch)
 
 
 class Thread(Ranked):

@@ -24,6 +24,8 @@ from xla_dtensor.base import executor, interrupts, torch_private
 from xla_dtensor.errors import UnsupportedOpError
 
 _CPU = torch.device("cpu")
+# Of torch's engine, behind the outputs.
+_ARGUMENTS = ("grad_tensors", "keep_graph", "create_graph", "inputs")
 
 
 def install() -> None:
@@ -58,10 +60,9 @@ def install() -> None:
         if not all(getattr(t, "device", _CPU).type in ("xla", "cpu") for t in outputs):
             with _of_other_devices(outputs):
                 return original(outputs, *args, **kwargs)
-        trace = executor.trace()
-        if trace is not None:
-            keeps_graph, inputs = bool(args[1]), args[3]
-            trace.backward(outputs, keeps_graph, kwargs.get("accumulate_grad", True) and not inputs)
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        to_leaves = given.get("accumulate_grad", True) and not given.get("inputs")
+        executor.current().backward(outputs, bool(given.get("keep_graph")), to_leaves)
         if not interrupts.ready():
             interrupts.install()
         return complete(outputs, *args, **kwargs)

@@ -55,12 +55,12 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
             stacklevel=2,
         )
     _launch()
-    if wait and executor.trace() is None:
+    if wait and executor.current().has_values:
         memory.synchronize()
 
 
 def _launch() -> None:
-    if executor.trace() is not None:
+    if not executor.current().has_values:
         return
     lazy.flush()
     closures, _state.closures = _state.closures, []
@@ -81,11 +81,11 @@ def add_step_closure(
     Raises:
         SpmdError: in a compiled step, whose tensors have no values.
     """
-    if executor.trace() is not None:
-        raise SpmdError(
-            "add_step_closure in a compiled step: its tensors have no values yet; return them, and "
-            "look at them where the step is called"
-        )
+    executor.current().not_in_step(
+        "add_step_closure in a compiled step: its tensors have no values yet; return them, and "
+        "look at them where the step is called",
+        SpmdError,
+    )
     _state.closures.append((closure, args))
 
 

@@ -95,8 +95,7 @@ def lay_out(t: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], call: s
 
 
 def _check_trace(t: Any, call: str) -> None:
-    trace = executor.trace()
-    if trace is not None and not trace.owns(t._storage_):
+    if not executor.current().owns(t._storage_):
         raise UnsupportedOpError(
             f"{call} in a compiled step, of a tensor of shape {list(t.shape)} from outside of it: "
             "it would happen when the step is compiled and in no later call. Call it before the "

@@ -7,62 +7,40 @@ from typing import Any
 import torch
 
 
-class Compressor:
-    """Compresses a tensor before it is reduced, and what comes out of that after it."""
+class NoneCompressor:
+    """Leaves tensors as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """The tensor that is reduced, and what `decompress` has to know.
 
         Args:
             tensor: a tensor of any dtype.
         """
-        raise NotImplementedError
+        if cls.dtype is not None and tensor.dtype.is_floating_point:
+            return tensor.to(cls.dtype), tensor.dtype
+        return tensor, None
 
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """The reduced tensor as it was before `compress`.
 
         Args:
             tensor: what has been reduced.
             ctx: the second result of `compress`.
         """
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class _CastCompressor(Compressor):
-    dtype: torch.dtype
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if tensor.dtype.is_floating_point:
-            return tensor.to(cls.dtype), tensor.dtype
-        return tensor, None
-
-    @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor if ctx is None else tensor.to(ctx)
 
 
-class FP16Compressor(_CastCompressor):
+class FP16Compressor(NoneCompressor):
     """Floating point tensors travel, and are summed, as float16."""
 
     dtype = torch.float16
 
 
-class BF16Compressor(_CastCompressor):
+class BF16Compressor(NoneCompressor):
     """Floating point tensors travel, and are summed, as bfloat16: TPUs' own."""
 
     dtype = torch.bfloat16

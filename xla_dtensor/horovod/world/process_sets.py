@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xla_dtensor.horovod.current_world import current
+from xla_dtensor.horovod.world.current_world import current
 
 
 class ProcessSet:

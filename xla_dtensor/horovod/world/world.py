@@ -1,73 +1,15 @@
-"""`World`, the interface of the three kinds of ranks, and `HorovodRequest`, what it is given.
-
-The ranks are the devices of one process (`ranks.devices`), processes (`ranks.several`) or threads
-(`ranks.threads`).
+"""`World`, the interface of the three kinds of ranks: the devices of one process (`ranks.devices`),
+processes (`ranks.several`) and threads (`ranks.threads`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-from xla_dtensor.horovod.process_sets import ProcessSet, ProcessSets, global_process_set
-from xla_dtensor.horovod.reductions import ReduceOp
-
-
-@dataclass
-class HorovodRequest:
-    """A collective as its caller asks for it, with tensors; `requests.Request` is what of it the
-    other ranks have to know.
-
-    Attributes:
-        kind: allreduce, allgather, broadcast, alltoall or reducescatter.
-        tensors: one, or those of a grouped collective.
-        name: the user's; None to number it.
-        process_set: the ranks that take part.
-        op, prescale, postscale: of those that reduce.
-        compression: what the tensors travel as, of `Compression`; None for what they are.
-        root: the rank that a broadcast comes from.
-        splits: of an alltoall, how many rows go to each rank; None for equal parts.
-        targets: the tensors that the results are written to; None for new ones.
-    """
-
-    kind: str
-    tensors: Sequence[Any]
-    name: str | None = None
-    process_set: ProcessSet = field(default_factory=lambda: global_process_set)
-    op: ReduceOp = ReduceOp.Sum
-    prescale: float = 1.0
-    postscale: float = 1.0
-    compression: Any = None
-    root: int = -1
-    splits: Any = None
-    targets: Sequence[Any] | None = None
-
-
-class Handle:
-    """What an asynchronous operation returns: `hvd.synchronize(handle)` waits for it, and
-    `hvd.poll(handle)` asks.
-
-    Args:
-        name: of the operation.
-
-    Attributes:
-        unpack: what `hvd.synchronize` returns of the list of results.
-        rows: of an allgather whose ranks have rows of their own, how many, by tensor and rank.
-        received: of an alltoall, how many rows have come from each rank.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.results: Any = None
-        self.finished = False
-        self.unpack: Callable[[list[Any]], Any] = list
-        self.rows: list[list[int]] | None = None
-        self.received: list[int] = []
-
-    def __repr__(self) -> str:
-        return f"<horovod handle of {self.name!r}>"
+from xla_dtensor.horovod.collectives.requests import Handle, HorovodRequest
+from xla_dtensor.horovod.world.process_sets import ProcessSet, ProcessSets
 
 
 class World(ABC):
@@ -109,10 +51,6 @@ class World(ABC):
     @abstractmethod
     def on_devices(self, value: Any) -> Any:
         """What `per_rank` has returned, a tensor, on the rank's device."""
-
-    @abstractmethod
-    def is_root(self, rank: int) -> bool:
-        """Whether the caller is this rank, or drives it."""
 
     @abstractmethod
     def start(self, call: HorovodRequest) -> Handle:

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from xla_dtensor.horovod.requests import Request
+from xla_dtensor.horovod.collectives.collective import Request
 
 
 class Timeline:
@@ -47,26 +47,24 @@ class Timeline:
 
     def begin(self, request: Request) -> None:
         """A rank asks for a collective: the others are waited for."""
-        if self.is_on:
-            self._add(request, "B", f"NEGOTIATE_{request.kind.upper()}")
+        self._add(request, "B", f"NEGOTIATE_{request.collective.kind.upper()}")
 
     def launch(self, requests: list[Request]) -> None:
         """All have asked, and the devices have it: one cycle."""
-        if not self.is_on:
-            return
-        if self._mark_cycles:
+        if self.is_on and self._mark_cycles:
             with self._lock:
                 self._put({"name": "CYCLE_START", "ph": "i", "s": "g", "tid": 0})
         for request in requests:
-            self._add(request, "E", f"NEGOTIATE_{request.kind.upper()}")
-            self._add(request, "B", request.kind.upper())
+            self._add(request, "E", f"NEGOTIATE_{request.collective.kind.upper()}")
+            self._add(request, "B", request.collective.kind.upper())
 
     def end(self, request: Request) -> None:
         """Somebody has waited for the result."""
-        if self.is_on:
-            self._add(request, "E", request.kind.upper())
+        self._add(request, "E", request.collective.kind.upper())
 
     def _add(self, request: Request, phase: str, name: str) -> None:
+        if not self.is_on:
+            return
         with self._lock:
             row = self._rows.get(request.name)
             if row is None:

@@ -1,0 +1,1 @@
+"""What each kind of collective is: one class for each."""

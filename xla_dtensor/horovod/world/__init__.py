@@ -1,0 +1,1 @@
+"""What the ranks are to one of them: its world, process sets, numbers that differ by rank."""
