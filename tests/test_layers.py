@@ -159,6 +159,48 @@ def test_few_ask_whether_devices_are_abstract() -> None:
     assert found == ASK_FOR_A_TOPOLOGY
 
 
+# Other ways to ask what `is_ours` says.
+BY_HAND = re.compile(
+    r"isinstance\(.*, .*\b(TensorMethods|OurTensor|Ours)\b.*\)"
+    r"|isinstance\(.*, .*(XLATensor\b.*XLAShardedTensor|XLAShardedTensor\b.*XLATensor).*\)"
+    r"|hasattr\(.*, '_storage_'\)"
+)
+
+
+def asked_by_hand(tree: ast.AST) -> list[int]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if BY_HAND.fullmatch(ast.unparse(call))]
+
+
+def test_one_predicate_says_what_is_ours() -> None:
+    """`base/ours.py`. Which view a tensor is, is another question: isinstance of one class."""
+    found = {
+        f"{name}:{line}"
+        for name, path in MODULES.items()
+        for line in asked_by_hand(ast.parse(path.read_text()))
+    }
+    named = {
+        name
+        for name, path in MODULES.items()
+        if re.search(r"def _?(is|are|may_be)_ours\b", path.read_text())
+    }
+    assert not found and not named
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "isinstance(f(x), TensorMethods)",
+        "isinstance(x, StandIn | Ours)",
+        "isinstance(x, (XLATensor, XLAShardedTensor))",
+        'hasattr(xs[0], "_storage_")',
+    ],
+)
+def test_questions_by_hand_are_found(text: str) -> None:
+    assert asked_by_hand(ast.parse(text)) == [1]
+    assert asked_by_hand(ast.parse("isinstance(x, XLAShardedTensor)")) == []
+
+
 def test_every_folder_has_a_floor() -> None:
     known = set(graph.floors()) | graph.DOORS
     assert {graph.folder(name) for name in MODULES} <= known

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # Likewise the rooms of large folders, by the second part of a module's name; "" is what lies in the
 # folder itself.
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "base": (("", "tables"), ("random", "numbers")),
+    "base": (("tables",), ("torch_private",), ("",), ("random", "numbers")),
     "checkpoint": (("files",), ("",)),
     "lowering": (("",), ("partitioned",), ("views",), ("ops", "linalg"), ("attention", "nn")),
     "compilation": (

@@ -1,4 +1,4 @@
-"""What the package uses of torch and JAX that they don't promise is in `base/torch_private.py` and
+"""What the package uses of torch and JAX that they don't promise is in `base/torch_private/` and
 `base/jax_private.py` alone, and this version has all of it."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from tools import import_graph as graph
 from xla_dtensor.base import jax_private, torch_private
-from xla_dtensor.base.borrowed import Borrowed
+from xla_dtensor.base.tables.borrowed import Borrowed
 
 HERE = {
     "torch": "xla_dtensor.base.torch_private",
@@ -31,7 +31,7 @@ OURS = {"torch_private": torch_private, "jax_private": jax_private}
 MODULES = {
     name: ast.parse(path.read_text())
     for name, path in graph.modules().items()
-    if name not in HERE.values()
+    if not name.startswith(tuple(HERE.values()))
 }
 
 

@@ -10,9 +10,11 @@ imports Pallas. `tests/base/test_private_apis.py` finds out whether a version ha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
-from xla_dtensor.base.borrowed import Borrowed
+from xla_dtensor.base.tables.borrowed import Borrowed
 
 NAMES = {
     # --- tracing ---
@@ -78,6 +80,10 @@ def __getattr__(name: str) -> Any:
 
 
 # --- versions: checked on 0.9.0, 0.9.2, 0.10.2, 0.11.2 and 0.12.0.1 ------------------------------
+
+
+# XLA's description of a `GSPMDSharding`, in the same attribute in all of these.
+hlo_sharding_of: Callable[[Any], Any] = attrgetter("_hlo_sharding")
 
 
 def manual_axes(equation: Any) -> frozenset[str]:

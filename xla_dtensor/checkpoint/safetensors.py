@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
+from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
 from xla_dtensor.checkpoint.coordination import Together
 from xla_dtensor.checkpoint.files.records import StoredBox, StoredTensor, read_parts
 from xla_dtensor.checkpoint.files.safetensors_format import files_of, read_header, write_files
@@ -20,7 +21,7 @@ from xla_dtensor.checkpoint.shards import LoadedTensor, check_whole, host_value,
 from xla_dtensor.checkpoint.states import memory_of
 from xla_dtensor.errors import CheckpointError, UnsupportedOpError
 from xla_dtensor.runtime import agreement, processes
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -113,7 +114,7 @@ def load_safetensors(
 
 
 def _load(model: nn.Module, name: str, tensor: Any, file: Any, stored: StoredTensor) -> None:
-    if not isinstance(tensor, Ours):
+    if not is_ours(tensor):
         if tensor.is_meta:
             raise UnsupportedOpError(
                 f"load_safetensors: {name!r} is on the meta device, and nothing says where it is "
@@ -142,11 +143,11 @@ def _load(model: nn.Module, name: str, tensor: Any, file: Any, stored: StoredTen
 def _assign(model: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
-    old = module._parameters.get(last)
+    old = parameters_of(module).get(last)
     if old is not None:
         module.register_parameter(last, nn.Parameter(value.detach(), old.requires_grad))
     else:
-        module._buffers[last] = value
+        buffers_of(module)[last] = value
 
 
 def save_safetensors(
@@ -210,7 +211,7 @@ def save_safetensors(
             raise ValueError(f"save_safetensors: two tensors would be named {wanted!r}")
         if value.is_meta:
             raise UnsupportedOpError(f"save_safetensors: {name!r} is on the meta device")
-        if isinstance(value, Ours):
+        if is_ours(value):
             check_whole(value, f"save_safetensors of {name!r}")
             if value._form.varying:
                 raise UnsupportedOpError(
@@ -268,7 +269,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_value(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's value on the host, chunk by chunk from the devices."""
-    if not isinstance(tensor, Ours):
+    if not is_ours(tensor):
         return tensor.cpu()
     own = own_chunks(tensor._form)
     if len(own.chunks) == 1:

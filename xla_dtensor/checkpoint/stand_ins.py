@@ -29,7 +29,7 @@ from xla_dtensor.checkpoint.shards import (
     own_chunks,
 )
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import Ours, is_ours
 
 Path = tuple[str | int, ...]
 
@@ -205,7 +205,7 @@ def has_ours(state: Any) -> bool:
         return any(map(has_ours, state.values()))
     if isinstance(state, list):
         return any(map(has_ours, state))
-    return isinstance(state, Ours | Staged)
+    return is_ours(state) or isinstance(state, Staged)
 
 
 def replaced(state: Any, function: Callable[[Any, Path], Any], path: Path = ()) -> Any:
@@ -216,7 +216,7 @@ def replaced(state: Any, function: Callable[[Any, Path], Any], path: Path = ()) 
         state: what torch.distributed.checkpoint calls a state dict.
         function: is given a tensor and where it is.
     """
-    if isinstance(state, Ours | Staged):
+    if is_ours(state) or isinstance(state, Staged):
         return function(state, path)
     if not has_ours(state):
         return state

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.optim import Optimizer
 
 from xla_dtensor.base.torch_private import get_fqns
+from xla_dtensor.base.torch_private.attributes import cpp_address
 from xla_dtensor.checkpoint import stand_ins
 from xla_dtensor.checkpoint.tensor_kinds import Kind, fits, kind_of, like_saved, size_of
 from xla_dtensor.errors import CheckpointError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 STRUCTURE = "xla_dtensor"
 """The name of the entry with the structure."""
@@ -196,7 +197,7 @@ class States:
         for key, values in state["state"].items():
             own_values = optimizer.state[likes[key]]
             for entry, value in values.items():
-                if isinstance(value, Ours) and isinstance(own_values.get(entry), torch.Tensor):
+                if is_ours(value) and isinstance(own_values.get(entry), torch.Tensor):
                     own_values[entry] = value
 
 
@@ -347,6 +348,6 @@ def _restore_module(module: nn.Module, state: dict[str, Any]) -> None:
 
 def memory_of(tensor: torch.Tensor) -> tuple[bool, int]:
     """Which memory a tensor sees."""
-    if isinstance(tensor, Ours):
+    if is_ours(tensor):
         return True, id(tensor._storage_)
-    return False, tensor.untyped_storage()._cdata
+    return False, cpp_address(tensor.untyped_storage())

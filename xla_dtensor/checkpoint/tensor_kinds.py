@@ -13,7 +13,7 @@ from xla_dtensor.base.torch_private import StridedShard
 from xla_dtensor.checkpoint.shards import own_chunks
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.movement.factories import distribute_tensor
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Kind = dict[str, Any]
@@ -24,7 +24,7 @@ Kind = dict[str, Any]
 def kind_of(tensor: torch.Tensor) -> Kind:
     """The kind of a tensor."""
     kind: Kind = {"on": tensor.device.type, "size": list(size_of(tensor)), "dtype": tensor.dtype}
-    if isinstance(tensor, Ours):
+    if is_ours(tensor):
         form = tensor._form
         if form.placements is not None and form.mesh is not None:
             kind["on"] = "sharded"
@@ -38,7 +38,7 @@ def kind_of(tensor: torch.Tensor) -> Kind:
 
 def size_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The size that a checkpoint has of it: of a tensor that varies, of all devices' values."""
-    return own_chunks(tensor._form).size if isinstance(tensor, Ours) else tuple(tensor.shape)
+    return own_chunks(tensor._form).size if is_ours(tensor) else tuple(tensor.shape)
 
 
 def text_of(kind: Kind) -> str:
@@ -63,13 +63,13 @@ def like_saved(kind: Kind, name: str, like: torch.Tensor | None) -> torch.Tensor
         CheckpointError: nothing says where it is to be.
     """
     size, dtype = kind["size"], kind["dtype"]
-    if isinstance(like, torch.Tensor) and not isinstance(like, Ours):  # trained elsewhere since
+    if isinstance(like, torch.Tensor) and not is_ours(like):  # trained elsewhere since
         on_host = kind["on"] == "cpu" or not size  # as torch has counts of steps
         return torch.zeros(size, dtype=dtype, device="cpu" if on_host else like.device)
     if kind["on"] == "xla":
         return torch.zeros(size, dtype=dtype, device="xla")
     if kind["on"] == "varying":
-        if isinstance(like, Ours) and like._form.varying and size_of(like) == tuple(size):
+        if is_ours(like) and like._form.varying and size_of(like) == tuple(size):
             return torch.zeros_like(like, dtype=dtype, requires_grad=False)
     elif kind["on"] != "sharded":
         return torch.zeros(size, dtype=dtype)  # torch moves it to where it belongs

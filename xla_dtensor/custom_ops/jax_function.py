@@ -26,7 +26,7 @@ from xla_dtensor.lowering.meta import meta_of
 from xla_dtensor.rules import Call, register_rule
 from xla_dtensor.rules.notation import validate
 from xla_dtensor.runtime.jax_runtime import default_dtypes
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 _library = torch.library.Library("xla_dtensor", "FRAGMENT")
 _library.define("jax_call(Tensor[] arrays, int call) -> Tensor[]")
@@ -288,7 +288,7 @@ def jax_function(
                 return function(*own_args, **own_kwargs)
 
             call = calls[key] = _JaxCall(name, of_arrays, vjp, rule)
-        on_host = not any(isinstance(x, TensorMethods) for x in tensors)
+        on_host = not any(is_ours(x) for x in tensors)
         moved = [_on_device(x, name) for x in tensors]
         outs = _Differentiable.apply(call, *moved)
         if on_host:
@@ -301,7 +301,7 @@ def jax_function(
 
 
 def _on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if isinstance(tensor, TensorMethods):
+    if is_ours(tensor):
         return tensor
     if tensor.device.type != "cpu":
         raise UnsupportedOpError(

@@ -14,17 +14,13 @@ from xla_dtensor.forms.read import read
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.plan import Plan
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def program_text(plan: Plan, call: Call) -> str:
     """The text of the program that ``plan`` runs for the call. It is compiled once more."""
     leaves: list[Any] = [
-        leaf
-        if not isinstance(form, Form)
-        else read(leaf)
-        if isinstance(leaf, TensorMethods)
-        else to_numpy(leaf)
+        leaf if not isinstance(form, Form) else read(leaf) if is_ours(leaf) else to_numpy(leaf)
         for leaf, form in zip(call.leaves, call.forms, strict=True)
     ]
     written = [call.leaves[i] for i in plan.mutated]

@@ -43,7 +43,7 @@ from xla_dtensor.plans.ops import OpInfo, info_of
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.rules.cost import Collective
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 Sink = Callable[[Operation], None]
 Launches = Callable[[Any, str, Callable[[], str]], None]
@@ -152,7 +152,7 @@ class Recorder:
     def special(
         self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, TensorMethods)]
+        before = [x for x in pytree.tree_leaves((args, kwargs)) if is_ours(x)]
         forms = [x._form for x in before]
         told = self._thread.told
         result = run(func, args, kwargs)
@@ -160,7 +160,7 @@ class Recorder:
         unchanged = result is NotImplemented or any(result is x for x in before)
         if unchanged or told != self._thread.told or name in _UNTOLD or _is_nested():
             return result
-        after = [x._form for x in pytree.tree_leaves(result) if isinstance(x, TensorMethods)]
+        after = [x._form for x in pytree.tree_leaves(result) if is_ours(x)]
         # The value is looked at, so what is pending is reduced.
         reductions = [
             redistribution("input", form, reduced(form)) for form in forms if is_partial(form)

@@ -21,11 +21,11 @@ from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.rules import TensorInfo
 from xla_dtensor.rules.cost import Collective, collectives
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def word(leaf: Any, form: Form) -> AnyLayout:
-    return form_layout(form) if isinstance(leaf, TensorMethods) else "cpu"
+    return form_layout(form) if is_ours(leaf) else "cpu"
 
 
 def form_layout(form: Form) -> AnyLayout:

@@ -24,7 +24,7 @@ from xla_dtensor.plans.ops import info_of, infos
 from xla_dtensor.plans.plan import Plan, mutated_leaves
 from xla_dtensor.plans.view_plan import ViewPlan
 from xla_dtensor.runtime import agreement, processes
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 # Bounded, as each plan may hold a compiled program, megabytes of the host's memory.
 _plans: Cache[Any, Plan | ViewPlan] = Cache("plans", 2048)
@@ -81,7 +81,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if info.mutated:
         written = mutated_leaves(call) if plan is None else plan.mutated
         for i in written:
-            if not isinstance(call.leaves[i], TensorMethods):
+            if not is_ours(call.leaves[i]):
                 _refuse_host_write(call)
         if len(written) > 1:
             results = run_in_order(call, written, func, args, kwargs, dispatch)
@@ -129,7 +129,7 @@ def _make_plan(call: Call) -> Plan | ViewPlan:
             f"{call.info.name} would change what the tensor itself is, which is not implemented "
             "for this overload; use the form without the underscore and assign it (x = x.t())"
         )
-    if call.info.view is not None and isinstance(call.leaves[0], TensorMethods):
+    if call.info.view is not None and is_ours(call.leaves[0]):
         return ViewPlan(call)
     call.forms = on_one_mesh(call.forms)
     return Plan(call, call.leaves)

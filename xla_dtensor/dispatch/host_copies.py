@@ -14,7 +14,7 @@ from xla_dtensor.forms.host_values import to_devices
 from xla_dtensor.forms.sharing import lock
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.runtime import arrays, processes
-from xla_dtensor.tensors.of_form import Ours, new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
@@ -94,7 +94,7 @@ def _with_a_value(tensor: Any) -> Any:
 @handles("aten::copy_.default")
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
-    if not isinstance(target, Ours):
+    if not is_ours(target):
         return target.copy_(to_cpu(source))
     form = target._storage_.form
     if (

@@ -14,13 +14,15 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import suggest_memory_format
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.dispatch.execute import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.set_data import refuse_shared, set_data
 from xla_dtensor.forms.form import contiguous_stride
 from xla_dtensor.forms.views import CrossingStep
 from xla_dtensor.plans.ops import handles
-from xla_dtensor.tensors.base import TensorMethods, refuse_other_kind
+from xla_dtensor.tensors.base import refuse_other_kind
+from xla_dtensor.tensors.of_form import is_ours
 
 aten = torch.ops.aten
 
@@ -38,12 +40,12 @@ _IN_PLACE_VIEWS = {
 @handles("aten::_has_compatible_shallow_copy_type.default")
 def _can_become(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Asked by the ``data`` setter below autograd."""
-    return isinstance(args[0], TensorMethods) and isinstance(args[1], TensorMethods)
+    return is_ours(args[0]) and is_ours(args[1])
 
 
 @handles(*_IN_PLACE_VIEWS)
 def _view_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    schema = func._schema
+    schema = schema_of(func)
     name = f"{schema.name}.{schema.overload_name or 'default'}"
     set_data(args[0], dispatch(_IN_PLACE_VIEWS[name], args, kwargs), name)
     return args[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.plans.ops import handles
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def _positions(shape: Any, lengths: Any, batch_first: bool) -> tuple[Any, Any]:
@@ -20,7 +20,7 @@ def _positions(shape: Any, lengths: Any, batch_first: bool) -> tuple[Any, Any]:
 @handles("aten::_pack_padded_sequence.default")
 def _pack(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x, lengths, batch_first = args
-    if isinstance(lengths, Ours):
+    if is_ours(lengths):
         raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor, not one on xla")
     steps = x.shape[1 if batch_first else 0]
     if lengths.numel() and int(lengths.max()) > steps:  # CPU torch reads what lies behind

@@ -16,7 +16,7 @@ from xla_dtensor.forms.views import PositionStep, TracedStart, is_at_traced, ref
 from xla_dtensor.lowering import find_view
 from xla_dtensor.plans.call import TracedPosition
 from xla_dtensor.plans.ops import OpInfo
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 _SELECT, _SLICE = "aten::select.int", "aten::slice.Tensor"
 _STRIDED = "aten::as_strided.default"
@@ -47,7 +47,7 @@ class Positions:
             return NotImplemented
         bound = dict(zip(info.argument_names, args, strict=False)) | kwargs
         base, dim = bound["self"], bound.get("dim", 0)
-        if not isinstance(base, TensorMethods) or is_number(dim) or is_number(bound.get("step", 1)):
+        if not is_ours(base) or is_number(dim) or is_number(bound.get("step", 1)):
             return NotImplemented
         form = base._form
         if not form.shape or form.varying or form.unreduced:

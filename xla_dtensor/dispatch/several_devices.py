@@ -29,8 +29,7 @@ from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.plans.plan import mutated_leaves
 from xla_dtensor.runtime import arrays
-from xla_dtensor.tensors.base import TensorMethods
-from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 _ON_LISTS = ("aten::_foreach_", "aten::_fused_")
 Dispatch = Callable[[Any, Any, dict[str, Any]], Any]
@@ -73,7 +72,7 @@ def run(call: Call, func: Any, args: Any, kwargs: dict[str, Any], dispatch: Disp
     if home is None:
         return NotImplemented
     args, kwargs = pytree.tree_map_only(
-        TensorMethods, functools.partial(_at, home=home), (tuple(args), kwargs)
+        is_ours, functools.partial(_at, home=home), (tuple(args), kwargs)
     )
     return dispatch(func, args, kwargs)
 
@@ -116,7 +115,7 @@ def _is_list(value: Any, count: int) -> bool:
 def _devices(tensors: list[Any]) -> tuple[int, ...] | None:
     """The devices of the first that has some; None if all are of the default device."""
     for tensor in tensors:
-        if isinstance(tensor, TensorMethods) and tensor._form.frame is not None:
+        if is_ours(tensor) and tensor._form.frame is not None:
             return tensor._form.frame.device_ids
     return None
 
@@ -124,7 +123,7 @@ def _devices(tensors: list[Any]) -> tuple[int, ...] | None:
 def _mesh(tensors: list[Any]) -> DeviceMesh | None:
     """The mesh of the first that is sharded."""
     for tensor in tensors:
-        if isinstance(tensor, TensorMethods) and tensor._form.mesh is not None:
+        if is_ours(tensor) and tensor._form.mesh is not None:
             return tensor._form.mesh
     return None
 

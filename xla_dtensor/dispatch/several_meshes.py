@@ -21,7 +21,7 @@ from xla_dtensor.mesh.combinable import may_meet, placements_on
 from xla_dtensor.plans.call import Call
 from xla_dtensor.plans.one_mesh import on_one_mesh
 from xla_dtensor.plans.plan import mutated_leaves
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
         return moved[id(leaf)]
 
     with torch.no_grad():  # autograd has seen the call already
-        args, kwargs = pytree.tree_map_only(TensorMethods, bring, (tuple(args), kwargs))
+        args, kwargs = pytree.tree_map_only(is_ours, bring, (tuple(args), kwargs))
     return dispatch(func, args, kwargs)
 
 

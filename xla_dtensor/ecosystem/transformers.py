@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import Handler, take_over
@@ -185,11 +186,11 @@ def _untie(model: nn.Module) -> None:
     """Let each name have a parameter object of its own, over the memory that it had."""
     seen: set[int] = set()
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if id(parameter) in seen:
-                module._parameters[name] = nn.Parameter(
+                parameters_of(module)[name] = nn.Parameter(
                     parameter.detach(), requires_grad=parameter.requires_grad
                 )
             seen.add(id(parameter))

@@ -23,8 +23,7 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.views import leave_open
-from xla_dtensor.tensors.base import TensorMethods
-from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
 class Running(executor.Executor):
@@ -77,7 +76,7 @@ def launched(plan: Plan, call: Call) -> Any:
     for leaf, form in zip(call.leaves, call.forms):  # noqa: B905  (strict costs time)
         if form.__class__ is not Form:
             leaves.append(leaf)
-        elif isinstance(leaf, TensorMethods):
+        elif is_ours(leaf):
             leaves.append(read(leaf) if leaf._steps else leaf._storage_.array)
         else:
             leaves.append(to_numpy(leaf))

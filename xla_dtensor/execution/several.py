@@ -10,7 +10,7 @@ from xla_dtensor.execution.interfaces import Call
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.runtime import agreement, arrays
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def joins(call: Call) -> bool:
@@ -40,9 +40,7 @@ def _join(call: Call) -> bool:
     own = [
         leaf
         for leaf in call.leaves
-        if isinstance(leaf, TensorMethods)
-        and leaf._storage_.form.frame is None
-        and not leaf._storage_.form.meta
+        if is_ours(leaf) and leaf._storage_.form.frame is None and not leaf._storage_.form.meta
     ]
     apart = frame.one_each and not any(form.is_sharded for form in forms)
     if not apart:
@@ -57,7 +55,7 @@ def _join(call: Call) -> bool:
 
 
 def _is_of_the_host(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, TensorMethods)
+    return isinstance(leaf, torch.Tensor) and not is_ours(leaf)
 
 
 def agree(call: Any, details: str = "") -> None:

@@ -19,8 +19,7 @@ from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.read import constant_recipe, read
-from xla_dtensor.tensors.base import TensorMethods
-from xla_dtensor.tensors.of_form import new_tensor, tensor_class
+from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
 class Tracing(Running):
@@ -127,7 +126,7 @@ class Tracing(Running):
             number_value(leaf)
             if not isinstance(form, Form)
             else read(leaf)
-            if isinstance(leaf, TensorMethods)
+            if is_ours(leaf)
             else self.host_tensor(leaf)
             for leaf, form in zip(call.leaves, call.forms, strict=True)
         ]
@@ -211,7 +210,7 @@ def _recipes(plan: Plan, call: Call) -> list[Any] | None:
         return None
     recipes: list[Any] = []
     for leaf in call.leaves:
-        if isinstance(leaf, TensorMethods):
+        if is_ours(leaf):
             recipe = constant_recipe(leaf)
             if recipe is None:
                 return None

@@ -31,7 +31,7 @@ from xla_dtensor.forms.read import logical_value, read
 from xla_dtensor.forms.storage import Pending
 from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.runtime import arrays
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 # What looking costs is in docs/design.md, "What must hold of values".
 AWAITED, ON_HOST = 2**10, 2**16
@@ -84,7 +84,7 @@ def check(checked: tuple[Checked, ...], call: Any, look: Look | None = None) -> 
     for one in checked:
         leaf = call.leaves[one.leaf]
         base: Any = None
-        if not isinstance(leaf, TensorMethods):
+        if not is_ours(leaf):
             values: Any = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
         elif look is not None and one.size > AWAITED and _waits(leaf):
             assertions.later(look(leaf, one.form, one.condition), (_Judge(one, here()),))
@@ -166,7 +166,7 @@ def trace(checked: tuple[Checked, ...], call: Any, trace: Any) -> None:
             check((one,), call)
         if trace.assertions is None or not isinstance(leaf, torch.Tensor):
             continue
-        ours = isinstance(leaf, TensorMethods)
+        ours = is_ours(leaf)
         with jax.enable_x64(True):
             values = logical(read(leaf), form) if ours else trace.host_tensor(leaf)
             numbers = summary(one.condition, values)

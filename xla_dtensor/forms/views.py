@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_dtensor.base.tables.keys import thaw
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.local_form import from_devices, to_devices
 from xla_dtensor.forms.per_device import logical, over_devices, union
@@ -65,7 +66,7 @@ class ViewStep:
     @property
     def is_reshape(self) -> bool:
         """Whether it gives the elements another shape, in their order."""
-        return self.op is not None and self.op._schema.name in _RESHAPES
+        return self.op is not None and schema_of(self.op).name in _RESHAPES
 
     def get(self, base: jax.Array) -> jax.Array:
         """The view's value from its base's."""

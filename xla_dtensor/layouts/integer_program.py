@@ -384,8 +384,7 @@ class AxisChoice:
 def _pairs(
     program: IntegerProgram, states: int, group: Sequence[int], by_state: list[list[int]]
 ) -> list[list[list[int]]]:
-    """For each state of a group and each state in which a node has it, the variables that say
-    together whether both are the case.
+    """For each state of a group and of a node that has it, the variables that say both are so.
 
     Args:
         states: how many the group has.

@@ -1,8 +1,9 @@
 """torch's DeviceMesh as a JAX mesh, submeshes, groups, placements and layouts. Knows no ops."""
 
+from xla_dtensor.base.torch_private.attributes import root_mesh
 from xla_dtensor.mesh.current import current_mesh, get_mesh, set_mesh
 from xla_dtensor.mesh.device_mesh import XLADeviceMesh
-from xla_dtensor.mesh.frame import Axis, Frame, frame_of, frames_stay, mesh_dim_axes, root_mesh
+from xla_dtensor.mesh.frame import Axis, Frame, frame_of, frames_stay, mesh_dim_axes
 from xla_dtensor.mesh.placements import (
     dim_axes,
     dim_mesh_dims,

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from xla_dtensor.base.tables.cache import Table
-from xla_dtensor.base.torch_private import layout_pieces
+from xla_dtensor.base.torch_private.attributes import device_numbers, layout_pieces, root_mesh
 from xla_dtensor.errors import PlacementError
-from xla_dtensor.mesh.frame import root_mesh
 from xla_dtensor.mesh.placements import dim_mesh_dims, placements_of
 
 # None goes, as no frame does: there is one for each list of devices that a program makes meshes of.
@@ -39,7 +38,7 @@ def may_meet(meshes: Iterable[DeviceMesh]) -> bool:
     roots = {root_mesh(mesh) for mesh in meshes}
     if not roots <= _meeting.keys():
         return False
-    return len({tuple(sorted(root._rank_map.tolist())) for root in roots}) == 1
+    return len({tuple(sorted(device_numbers(root).tolist())) for root in roots}) == 1
 
 
 def placements_on(
@@ -86,7 +85,7 @@ def placements_on(
 def _common_cuts(*meshes: DeviceMesh) -> list[int] | None:
     """The strides at which these meshes cut their one list of devices, major to minor; None if
     their lists differ, or the strides don't divide each other (6 devices as 2x3 and as 3x2)."""
-    if len({tuple(root_mesh(mesh)._rank_map.tolist()) for mesh in meshes}) > 1:
+    if len({tuple(device_numbers(root_mesh(mesh)).tolist()) for mesh in meshes}) > 1:
         return None
     pieces = [piece for mesh in meshes for dim in layout_pieces(mesh) for piece in dim]
     cuts = sorted({cut for size, stride in pieces for cut in (stride, size * stride)}, reverse=True)

@@ -13,7 +13,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
-from xla_dtensor.base.torch_private import concatenate_meshes, layout_sizes
+from xla_dtensor.base.torch_private import concatenate_meshes
+from xla_dtensor.base.torch_private.attributes import (
+    cut_from,
+    device_numbers,
+    device_numbers_of_layout,
+    flattened_meshes,
+    layout_sizes,
+)
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.mesh.frame import frame_of
@@ -66,8 +73,8 @@ class XLADeviceMesh(DeviceMesh):
         if mesh is None and root is None and numbers is not None:
             kwargs["_rank_map"] = _near(kwargs.get("_layout"), numbers)
         super().__init__(device_type, mesh, **kwargs)
-        if self._root_mesh is None:
-            ids = self._rank_map.tolist()
+        if cut_from(self) is None:
+            ids = device_numbers(self).tolist()
             if len(set(ids)) != len(ids) or min(ids) < 0:
                 raise MeshError(
                     f"DeviceMesh('xla', {ids}): device numbers must be distinct and not negative; "
@@ -89,7 +96,7 @@ class XLADeviceMesh(DeviceMesh):
     def mesh(self) -> torch.Tensor:
         """The device numbers, of shape ``self.shape``: of a submesh, those at coordinate 0 of the
         root dims that it leaves out."""
-        return self._layout.remap_to_tensor(self._rank_map)[0]
+        return device_numbers_of_layout(self)[0]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """The submesh of these dims, in the order given.
@@ -99,13 +106,13 @@ class XLADeviceMesh(DeviceMesh):
             MeshDimError: it has no dim of that name.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        own = self._mesh_dim_names
+        own = self.mesh_dim_names
         if not own:
             raise MeshError(
                 f"cannot slice {self!r} by {names}: it has no mesh_dim_names; pass them to "
                 "init_device_mesh"
             )
-        flattened = self._get_root_mesh()._flatten_mapping if self._root_mesh is None else {}
+        flattened = flattened_meshes(self) if cut_from(self) is None else {}
         for name in names:
             if name not in own and name not in flattened:
                 raise MeshDimError(
@@ -125,8 +132,8 @@ class XLADeviceMesh(DeviceMesh):
 
     def _unflatten(self, dim: int | str, *args: Any, **kwargs: Any) -> DeviceMesh:
         """torch's, which takes no names before 2.12: it refuses those that there are."""
-        if isinstance(dim, str) and dim in (self._mesh_dim_names or ()):
-            dim = self._mesh_dim_names.index(dim)
+        if isinstance(dim, str) and dim in (self.mesh_dim_names or ()):
+            dim = self.mesh_dim_names.index(dim)
         return super()._unflatten(dim, *args, **kwargs)
 
     # torch computes nothing on a rank outside of a tensor's mesh. There are no ranks here: the

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.base.tables.cache import Table
-from xla_dtensor.base.torch_private import layout_pieces
+from xla_dtensor.base.torch_private.attributes import device_numbers, layout_pieces, root_mesh
 from xla_dtensor.errors import MeshError
 from xla_dtensor.runtime import abstract, processes
 
@@ -57,7 +57,7 @@ class Frame:
         self.axes = axes
         self.mesh_dim_axes: dict[DeviceMesh, tuple[tuple[str, ...], ...]] = {}
         self.sizes = {axis.name: axis.size for axis in axes}
-        ids = root._rank_map.tolist()
+        ids = device_numbers(root).tolist()
         devices = np.array(runtime.devices(ids), dtype=object)
         self.device_ids = tuple(ids)
         self.jax_mesh = jax.sharding.Mesh(
@@ -113,11 +113,6 @@ def frames_stay() -> Iterator[None]:
     """No other thread refines a frame while this block runs."""
     with _frames_lock:
         yield
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was cut from (itself if it wasn't)."""
-    return mesh._get_root_mesh()
 
 
 def mesh_dim_axes(mesh: DeviceMesh) -> tuple[tuple[str, ...], ...]:

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import runtime
 from xla_dtensor.base.tables.cache import Table
+from xla_dtensor.base.torch_private.attributes import device_numbers, flattened_meshes, root_mesh
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
-from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes, root_mesh
+from xla_dtensor.mesh.frame import Frame, frame_of, mesh_dim_axes
 from xla_dtensor.runtime import processes
 
 
@@ -163,7 +164,7 @@ def group_of(mesh: DeviceMesh, dim: int | str | None = None) -> MeshGroup:
         dim = 0
     if isinstance(dim, str):
         names = mesh.mesh_dim_names or ()
-        flattened = mesh._get_root_mesh()._flatten_mapping
+        flattened = flattened_meshes(root_mesh(mesh))
         if dim not in names and dim in flattened:
             return group_of(flattened[dim])
         if dim not in names:
@@ -193,7 +194,9 @@ def whole_group_of(mesh: DeviceMesh) -> WholeGroup:
     """The group of all devices of the root of ``mesh``."""
     root = root_mesh(mesh)
     sizes = ",".join(map(str, root.shape))
-    name = f"xla:{','.join(map(str, root._rank_map.tolist()))}:{sizes}:{root.mesh_dim_names}:all"
+    name = (
+        f"xla:{','.join(map(str, device_numbers(root).tolist()))}:{sizes}:{root.mesh_dim_names}:all"
+    )
     group = _groups.get(name)
     if group is None:
         group = WholeGroup(name)

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import map_location
+from xla_dtensor.base.torch_private.attributes import (
+    cut_from,
+    device_numbers,
+    flattened_meshes,
+    layout_of_mesh,
+    mesh_of,
+)
 
 
 def reduce_mesh(mesh: Any) -> tuple[Any, ...]:
     """What ``__reduce__`` returns for an xla mesh: nothing that a process group, another process's
     hashes or a cycle between a root mesh and its flattened meshes would spoil."""
-    flattened = tuple((name, flat._layout) for name, flat in mesh._flatten_mapping.items())
-    arguments = mesh._rank_map.tolist(), mesh._layout, mesh.mesh_dim_names, mesh._root_mesh
-    return rebuild_mesh, (*arguments, flattened)
+    flattened = flattened_meshes(mesh).items()
+    layouts = tuple((name, layout_of_mesh(flat)) for name, flat in flattened)
+    numbers = device_numbers(mesh).tolist()
+    arguments = numbers, layout_of_mesh(mesh), mesh.mesh_dim_names, cut_from(mesh)
+    return rebuild_mesh, (*arguments, layouts)
 
 
 def rebuild_mesh(
-    device_numbers: list[int],
+    numbers: list[int],
     layout: Any,
     names: tuple[str, ...] | None,
     root: DeviceMesh | None,
@@ -36,24 +44,10 @@ def rebuild_mesh(
     if root is not None:
         # Unpickling the root has made its flattened meshes already; this one is to be that very
         # object, as it was when it was saved.
-        known = root._flatten_mapping.get(names[0]) if names else None
-        if known is not None and known._layout == layout:
+        known = flattened_meshes(root).get(names[0]) if names else None
+        if known is not None and layout_of_mesh(known) == layout:
             return known
-    mesh = _mesh(device_numbers, layout, names, root)
+    mesh = mesh_of(layout, numbers, names, root)
     for name, flat in flattened:
-        mesh._flatten_mapping[name] = _mesh(device_numbers, flat, (name,), mesh)
-    return mesh
-
-
-def _mesh(
-    device_numbers: list[int],
-    layout: Any,
-    names: tuple[str, ...] | None,
-    root: DeviceMesh | None,
-) -> DeviceMesh:
-    numbers = torch.tensor(device_numbers, dtype=torch.int, device="cpu")
-    mesh = DeviceMesh(
-        "xla", _layout=layout, _rank_map=numbers, mesh_dim_names=names, _root_mesh=root
-    )
-    mesh._rank_map = numbers  # as it was saved, which a new mesh may choose for itself
+        flattened_meshes(mesh)[name] = mesh_of(flat, numbers, (name,), mesh)
     return mesh

@@ -17,7 +17,7 @@ from xla_dtensor.movement.factories import replicated
 from xla_dtensor.plans.ops import handles, info_of
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
 from xla_dtensor.tensors.indexing import is_masked_fill
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 @handles(
@@ -38,7 +38,7 @@ from xla_dtensor.tensors.of_form import Ours
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
-    ours = [t for t in _tensors((args, kwargs)) if isinstance(t, Ours)]
+    ours = [t for t in _tensors((args, kwargs)) if is_ours(t)]
     if any(constant_recipe(t) is None for t in ours):
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
@@ -99,7 +99,7 @@ def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """In a step what is no matter of values: other shapes, and one and the same tensor, which
     equals itself unless it has NaNs, so that it hasn't is asserted."""
     x, y = args
-    if isinstance(x, Ours) and isinstance(y, Ours) and x.dtype == y.dtype:
+    if is_ours(x) and is_ours(y) and x.dtype == y.dtype:
         if x.shape != y.shape:
             return False
         if x._storage_ is y._storage_ and x._steps == y._steps:
@@ -141,7 +141,7 @@ def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _to_host_argument(value: Any) -> Any:
-    return to_cpu(value) if isinstance(value, Ours) else value
+    return to_cpu(value) if is_ours(value) else value
 
 
 def _map(value: Any, function: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import assertions, executor
+from xla_dtensor.base.torch_private.attributes import device_numbers_of_layout
 from xla_dtensor.errors import MeshDimError
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.host_values import fetch, from_numpy, to_devices, to_numpy
@@ -131,7 +132,7 @@ def own_positions(mesh: DeviceMesh) -> list[int]:
 
 def _positions(mesh: DeviceMesh) -> dict[int, int]:
     """The position in the mesh of each device of its root."""
-    lists = mesh._layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size()).tolist()
+    lists = device_numbers_of_layout(mesh).reshape(-1, mesh.size()).tolist()
     return {number: i for numbers in lists for i, number in enumerate(numbers)}
 
 

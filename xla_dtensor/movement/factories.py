@@ -22,6 +22,12 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.base.torch_private import mesh_resources
+from xla_dtensor.base.torch_private.attributes import (
+    buffers_of,
+    is_distributed,
+    parameters_of,
+    set_distributed,
+)
 from xla_dtensor.errors import (
     MeshMismatchError,
     PlacementError,
@@ -178,7 +184,7 @@ def distribute_module(
         assert model.weight.placements == (xd.Replicate(),)
         assert model(x).placements == (xd.Shard(0),)
     """
-    if getattr(module, "_distribute_module_applied", False):
+    if is_distributed(module):
         raise RuntimeError(
             "distribute_module should only be called once on a module, but it has already been "
             "called on this module!"
@@ -203,20 +209,20 @@ def distribute_module(
     if output_fn is not None:
         hook_out = _with_mesh(output_fn, mesh, "output_fn", "outputs")
         module.register_forward_hook(lambda m, inputs, outputs: hook_out(m, outputs))
-    module._distribute_module_applied = True
+    set_distributed(module)
     return module
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
-    for key, parameter in module._parameters.items():
+    for key, parameter in parameters_of(module).items():
         if parameter is not None and not isinstance(parameter, DTENSORS):
             replicated = nn.Parameter(
                 distribute_tensor(parameter.data, mesh, None), requires_grad=parameter.requires_grad
             )
             module.register_parameter(key, replicated)
-    for key, buffer in module._buffers.items():
+    for key, buffer in buffers_of(module).items():
         if buffer is not None and not isinstance(buffer, DTENSORS):
-            module._buffers[key] = distribute_tensor(buffer, mesh, None)
+            buffers_of(module)[key] = distribute_tensor(buffer, mesh, None)
 
 
 def _with_mesh(function: Callable[..., Any], mesh: DeviceMesh, name: str, value: str) -> Any:

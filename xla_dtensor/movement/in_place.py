@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.movement import collectives
@@ -93,7 +94,7 @@ def reduction_of(op: Any) -> str:
 def _as_written(tensor: Any) -> bool:
     """Whether autograd is to see a write to ``tensor``: not to a leaf, which torch's collectives
     may write to as well."""
-    base = tensor._base if tensor._is_view() else None
+    base = tensor._base if is_view(tensor) else None
     is_leaf = tensor.is_leaf or (base is not None and base.is_leaf)
     return torch.is_grad_enabled() and not is_leaf
 

@@ -22,7 +22,7 @@ from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh.placements import normalize_placements
 from xla_dtensor.runtime import arrays
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 _padders: Cache[Form, Any] = Cache("padding of JAX arrays", 256)
@@ -115,7 +115,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         array = xd.to_jax(xd.distribute_tensor(torch.ones(8, 4), mesh, [xd.Shard(0)]))
         assert array.shape == (8, 4) and array.sharding.spec[0] == "dp"
     """
-    if not isinstance(tensor, Ours):
+    if not is_ours(tensor):
         raise TypeError(f"to_jax: a tensor on xla devices is wanted, got one on {tensor.device}")
     executor.current().refuse("to_jax (call JAX by xla_dtensor.jax_function), which")
     if tensor.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.tensors.sharded_tensor import DTENSORS
 
 Slots = list[tuple[str, nn.Module, str]]
@@ -13,7 +14,7 @@ def shared_slots(module: nn.Module) -> list[Slots]:
     """Where each parameter is that is in several places: (name, module, key)."""
     found: dict[int, Slots] = {}
     for name, inner in module.named_modules():
-        for key, parameter in inner._parameters.items():
+        for key, parameter in parameters_of(inner).items():
             if parameter is not None:
                 path = f"{name}.{key}" if name else key
                 found.setdefault(id(parameter), []).append((path, inner, key))
@@ -27,7 +28,7 @@ def share_again(shared: list[Slots]) -> None:
         ValueError: they lie differently.
     """
     for slots in shared:
-        now = [(name, module._parameters.get(key)) for name, module, key in slots]
+        now = [(name, parameters_of(module).get(key)) for name, module, key in slots]
         if any(parameter is None for _, parameter in now):
             continue  # taken out on purpose
         (first_name, first), *others = now
@@ -39,7 +40,7 @@ def share_again(shared: list[Slots]) -> None:
                     "make them two parameters first"
                 )
         for _, module, key in slots:
-            module._parameters[key] = first
+            parameters_of(module)[key] = first
 
 
 def _layout(parameter: nn.Parameter | None) -> object:

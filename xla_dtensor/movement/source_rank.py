@@ -15,7 +15,7 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import from_numpy, padded_slice, to_numpy
 from xla_dtensor.mesh import Frame, frame_of, mesh_dim_axes
 from xla_dtensor.runtime import agreement, arrays, broadcast, processes
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 _INSTEAD = (
     "Seed all processes alike, or let them take one process's: distribute_tensor with "
@@ -29,7 +29,7 @@ def is_own(tensor: torch.Tensor) -> bool:
         return False
     if not executor.current().has_values:
         return False  # a step's call compares its inputs by itself
-    return not isinstance(tensor, TensorMethods) or tensor._storage_.form.frame is None
+    return not is_ours(tensor) or tensor._storage_.form.frame is None
 
 
 def take(value: np.ndarray, mesh: DeviceMesh, rank: int) -> bool:

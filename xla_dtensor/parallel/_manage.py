@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from xla_dtensor.base.tables.cache import Interned
 from xla_dtensor.base.torch_private import contract_registry, get_root_modules
+from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
 from xla_dtensor.parallel._mesh import DataParallel, data_parallel
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._state import State, states_of
@@ -77,9 +78,9 @@ def manage(
 def _move_buffers(roots: Sequence[nn.Module]) -> None:
     moved: dict[int, torch.Tensor] = {}
     for module in _managed_modules(roots):
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.device.type == "cpu":
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to("xla"))
+                buffers_of(module)[name] = moved.setdefault(id(buffer), buffer.to("xla"))
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -111,7 +112,7 @@ def _locations(
     found: dict[int, tuple[nn.Parameter, list[Location]]] = {}
     skipped = {id(parameter) for parameter in ignored}
     for module in _managed_modules(roots):
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None and id(parameter) not in skipped:
                 found.setdefault(id(parameter), (parameter, []))[1].append(Location(module, name))
     return list(found.values())

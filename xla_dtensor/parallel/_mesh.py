@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from xla_dtensor import runtime
 from xla_dtensor.base.torch_private import concatenate_meshes
+from xla_dtensor.base.torch_private.attributes import flatten
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh import current_mesh, mesh_dim_axes
 
@@ -106,7 +107,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims, call: str, *, shard: bo
         )
 
     def flat(group: tuple[str, ...]) -> DeviceMesh:
-        return mesh[group[0]] if len(group) == 1 else mesh[group]._flatten("_".join(group))
+        return mesh[group[0]] if len(group) == 1 else flatten(mesh[group], "_".join(group))
 
     if not dims.shard_names:
         return DataParallel(flat(dims.replicate_names), None, 0, mesh, dims)

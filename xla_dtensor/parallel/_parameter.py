@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import (
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import call_after_backward, concatenate_meshes, current_backward
+from xla_dtensor.base.torch_private.attributes import make_parameter
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, device_form, sharded_form
 from xla_dtensor.forms.storage import Storage
@@ -203,7 +204,7 @@ class ManagedParameter:
             self.whole = None
 
     def _put(self, tensor: torch.Tensor) -> None:
-        tensor._is_param = True
+        make_parameter(tensor)
         if self.spans_mesh:  # also what each device contributes by a to_local() of its own
             tensor._summed = self.parallel.numbers_in_whole_mesh
         for location in self.locations:

@@ -23,7 +23,7 @@ from xla_dtensor.mesh import mesh_dim_axes
 from xla_dtensor.parallel._parameter import ManagedParameter
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._whole import UnshardedStorage, wholes
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
@@ -239,7 +239,7 @@ def _hooks(
     (activation checkpointing around the module)."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, TensorMethods):
+        if is_ours(tensor):
             whole = wholes.get(tensor._storage_)
             if whole is not None and whole.reshard:
                 return _Recipe(whole, type(tensor), tensor._form, tensor._steps)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Storage
 
@@ -26,14 +27,14 @@ class Location:
 
     def get(self) -> torch.Tensor:
         """What is there now."""
-        tensor = self.module._parameters[self.name]
+        tensor = parameters_of(self.module)[self.name]
         assert tensor is not None
         return tensor
 
     def put(self, tensor: torch.Tensor) -> None:
         """Put ``tensor`` there, which need not be a leaf."""
-        before = self.module._parameters[self.name]
-        self.module._parameters[self.name] = tensor
+        before = parameters_of(self.module)[self.name]
+        parameters_of(self.module)[self.name] = tensor
         flat = self.module.__dict__.get("_flat_weights")  # nn.RNNBase keeps its own list
         if flat is not None:
             flat[:] = [tensor if weight is before else weight for weight in flat]

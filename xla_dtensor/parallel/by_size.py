@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.errors import MeshError
 from xla_dtensor.movement.factories import distribute_module, distribute_tensor
 
@@ -47,7 +48,7 @@ def shard_by_size(module: nn.Module, mesh: DeviceMesh, *, least: int = 1024) -> 
         raise MeshError(f"shard_by_size: {mesh!r} is no xla mesh")
 
     def cut(name: str, inner: nn.Module, mesh: DeviceMesh) -> None:
-        for key, parameter in inner._parameters.items():
+        for key, parameter in parameters_of(inner).items():
             if parameter is None or parameter.numel() < least or hasattr(parameter, "placements"):
                 continue
             layout = _layout(tuple(parameter.shape), mesh)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from xla_dtensor.base.torch_private import preserve_version_counter
+from xla_dtensor.base.torch_private.attributes import names_that_ddp_ignores
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, World, mesh_along, resolve_group
 from xla_dtensor.movement import in_place
@@ -49,7 +50,7 @@ def wrap(self: DistributedDataParallel, arguments: Mapping[str, Any]) -> None:
                 f"reduction; use {instead}"
             )
     mesh = _mesh(arguments.get("process_group"), arguments.get("device_mesh"))
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_that_ddp_ignores(module)
     named = dict(module.named_parameters())
     if not any(p.requires_grad for name, p in named.items() if name not in ignored):
         raise RuntimeError(

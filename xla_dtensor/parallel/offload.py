@@ -20,7 +20,7 @@ from xla_dtensor.base import host_memory
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh.memories import HOST, check_host_memory
 from xla_dtensor.runtime import arrays
-from xla_dtensor.tensors.of_form import Ours, new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
 def offload_state(optimizer: Optimizer) -> Optimizer:
@@ -55,7 +55,7 @@ def offload_state(optimizer: Optimizer) -> Optimizer:
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if isinstance(parameter, Ours)
+        if is_ours(parameter)
     ]
     for parameter in ours:
         form = parameter._form
@@ -84,7 +84,7 @@ def _offloaded(step: Callable[..., Any]) -> Callable[..., Any]:
 def _offload_present(optimizer: Any) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, Ours) and value.ndim:
+            if is_ours(value) and value.ndim:
                 state[key] = to_host(value)
 
 

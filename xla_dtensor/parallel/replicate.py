@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from xla_dtensor.base.torch_private import contract, contract_registry
+from xla_dtensor.base.torch_private.attributes import names_that_ddp_ignores
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.movement.source_rank import synchronize
 from xla_dtensor.parallel._manage import add_mixin, manage
@@ -128,7 +129,7 @@ def _own_tensors(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[t
     found: dict[int, torch.Tensor] = {}
     left_alone = {id(parameter) for parameter in ignored}
     for module in modules:
-        names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        names = names_that_ddp_ignores(module)
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
             if name not in names and id(tensor) not in left_alone:
                 found[id(tensor)] = tensor

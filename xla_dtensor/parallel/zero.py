@@ -28,7 +28,7 @@ from xla_dtensor.mesh.placements import shard_after
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.marked_tensor import shard_in_place, unshard_in_place
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
@@ -116,7 +116,7 @@ class _Sharding:
             MeshError: the parameter is on other devices.
         """
         count = self._mesh.size()
-        if not isinstance(parameter, Ours):
+        if not is_ours(parameter):
             return None
         if not parameter.ndim or parameter.numel() < count:
             return None
@@ -168,7 +168,7 @@ def _dim(shape: Any, taken: list[int], count: int) -> int:
 
 
 def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    ours = isinstance(value, Ours)
+    ours = is_ours(value)
     return ours and value.shape == parameter.shape
 
 

@@ -11,6 +11,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base.torch_private import PipelineScheduleBase, pytree, split_tensor
+from xla_dtensor.base.torch_private.attributes import (
+    chunk_specs,
+    has_backward,
+    internal_losses,
+    loss_function,
+    merge_outputs,
+    microbatch_count,
+    split_inputs,
+)
 from xla_dtensor.errors import PipelineError
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.pipeline.order import (
@@ -141,20 +150,20 @@ class PipelineSchedule(PipelineScheduleBase):
                 target; a list for losses, and no loss function.
             RuntimeError: a loss function, and no gradients, under ``torch.no_grad()``.
         """
-        if self._has_backward and not torch.is_grad_enabled():
+        if has_backward(self) and not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() of a pipeline with a loss function computes gradients, which are switched "
                 "off here (torch.no_grad()); call eval()"
             )
         if (
-            self._loss_fn is not None
+            loss_function(self) is not None
             and target is None
-            and (self._has_backward or losses is not None)
+            and (has_backward(self) or losses is not None)
         ):
             raise PipelineError(
                 "step() of a pipeline with a loss function needs target=, its second argument"
             )
-        if self._loss_fn is None and (losses is not None or target is not None):
+        if loss_function(self) is None and (losses is not None or target is not None):
             raise PipelineError(
                 "step(target=, losses=) of a pipeline that has no loss function: give "
                 "PipelineSchedule(..., loss_fn=...)"
@@ -163,21 +172,21 @@ class PipelineSchedule(PipelineScheduleBase):
         args = tuple(to_stage(value, first.mesh, "an argument of stage 0") for value in args)
         self._check_batch(args, kwargs, target)
         for stage in self._stages:
-            stage.has_backward = self._has_backward
+            stage.has_backward = has_backward(self)
             stage.clear_runtime_states()
-            stage._prepare_forward_infra(self._n_microbatches)
-        args_split, kwargs_split = self._split_inputs(args, kwargs)
+            stage._prepare_forward_infra(microbatch_count(self))
+        args_split, kwargs_split = split_inputs(self, args, kwargs)
         targets = None
         if target is not None:
             target = to_stage(target, last.mesh, "the target")
-            targets = list(split_tensor(target, TensorChunkSpec(0), self._n_microbatches))
+            targets = list(split_tensor(target, TensorChunkSpec(0), microbatch_count(self)))
         try:
             self._step_microbatches(
                 args_split, kwargs_split, targets, losses, return_outputs, loss_kwargs
             )
-            return self._merge_outputs(last.output_chunks) if return_outputs else None
+            return merge_outputs(self, last.output_chunks) if return_outputs else None
         finally:
-            self._internal_losses.clear()
+            internal_losses(self).clear()
             for stage in self._stages:
                 stage.clear_runtime_states()
 
@@ -205,13 +214,14 @@ class PipelineSchedule(PipelineScheduleBase):
                     self._stages[index + 1].set_local_fwd_input(output, microbatch)
                     continue
                 if target_mbs is not None:
-                    assert self._loss_fn is not None
-                    found[microbatch] = self._loss_fn(
+                    loss_of = loss_function(self)
+                    assert loss_of is not None
+                    found[microbatch] = loss_of(
                         output, target_mbs[microbatch], **(loss_kwargs or {})
                     )
                 if return_outputs:
                     outputs[microbatch] = output
-            elif not self._has_backward:
+            elif not has_backward(self):
                 continue
             elif kind in (BACKWARD, BACKWARD_INPUT):
                 loss = found[microbatch] if stage.is_last else None
@@ -227,23 +237,23 @@ class PipelineSchedule(PipelineScheduleBase):
         done: set[torch.Tensor] = set()
         for stage in reduced:
             stage._divided = done
-            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+            stage.perform_reduce_grad(microbatch_count(self) if self.scale_grads else 1)
             done = done | set(stage.submod.parameters())
         # In the order of the batch, whatever the schedule's.
         last = self._stages[-1]
         last.output_chunks[:] = [outputs[i] for i in sorted(outputs)]
         if losses is not None:
-            losses[:] = [found[i] for i in range(self._n_microbatches)]
+            losses[:] = [found[i] for i in range(microbatch_count(self))]
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
         """See that every microbatch has the same size: a mean of their means is the batch's."""
+        specs, named_specs = chunk_specs(self)
         named: list[tuple[str, Any, Any]] = []
         for i, value in enumerate(args):
-            spec = None if self._args_chunk_spec is None else self._args_chunk_spec[i]
-            named.append((f"argument {i}", value, spec))
+            named.append((f"argument {i}", value, None if specs is None else specs[i]))
         for name, value in kwargs.items():
-            specs = self._kwargs_chunk_spec
-            named.append((f"argument {name!r}", value, None if specs is None else specs[name]))
+            spec = None if named_specs is None else named_specs[name]
+            named.append((f"argument {name!r}", value, spec))
         if target is not None:
             named.append(("the target", target, None))
         for name, value, spec in named:
@@ -255,7 +265,7 @@ class PipelineSchedule(PipelineScheduleBase):
                     self._check_divides(name, tensor, dim)
 
     def _check_divides(self, name: str, tensor: torch.Tensor, dim: int) -> None:
-        count = self._n_microbatches
+        count = microbatch_count(self)
         if not tensor.ndim:
             raise PipelineError(
                 f"{name} is a tensor without dims, which can't be cut into {count} microbatches: "

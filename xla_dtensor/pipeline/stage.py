@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base.torch_private import PipelineStageBase, pytree
+from xla_dtensor.base.torch_private.attributes import set_input_count
 from xla_dtensor.compilation import compile as compile_step
 from xla_dtensor.errors import MeshError, MeshMismatchError, PipelineError
 from xla_dtensor.mesh import frame_of, root_mesh
 from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.pipeline.transfer import to_stage
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class _OneRank(MeshGroup):
@@ -205,15 +206,12 @@ class PipelineStage(PipelineStageBase):
             lambda value: to_stage(value, self.mesh, what), (args, kwargs or {})
         )
         if self.compiled is not None:  # the parts of a batch would be views in different places
-            args, kwargs = pytree.tree_map_only(TensorMethods, _own, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(is_ours, _own, (args, kwargs))
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
                 value.retain_grad()  # torch reads the gradients of all inputs
         count = len(args) if self.is_first else len(self._activations[fwd_chunk_id])
-        # torch counts the arguments that gradients go back to by this; 2.11 and 2.12 don't.
-        meta = getattr(self, "_stage_meta", None)
-        if meta is not None:
-            meta.inputs = (None,) * count
+        set_input_count(self, count)
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +259,7 @@ def _place(module: nn.Module, mesh: DeviceMesh, what: str) -> None:
     loose = []
     named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
-        ours = isinstance(tensor, TensorMethods)
+        ours = is_ours(tensor)
         if not ours or tensor.is_meta:
             raise PipelineError(
                 f"{what}: {name!r} is on the {tensor.device.type} device: bring the module to its "

@@ -20,8 +20,7 @@ from xla_dtensor.forms.sharing import launching
 from xla_dtensor.mesh import frame_of
 from xla_dtensor.movement.relayout import move
 from xla_dtensor.runtime import arrays
-from xla_dtensor.tensors.base import TensorMethods
-from xla_dtensor.tensors.of_form import new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
 def to_stage(value: Any, mesh: DeviceMesh, what: str) -> Any:
@@ -37,7 +36,7 @@ def to_stage(value: Any, mesh: DeviceMesh, what: str) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if not isinstance(value, TensorMethods):
+    if not is_ours(value):
         value = value.to("xla")
     if value._form.frame is not None and _is_there(value._form, mesh):
         return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.compilation.call.sources import ArgumentSource, GradientSource
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _names(program: Any) -> dict[int, tuple[str, str]]:
     found: dict[int, tuple[str, str]] = {}
     of_tensor: dict[int, str] = {}
     for tensor, path in program.watch.reached.tensors.values():
-        if isinstance(tensor, Ours):
+        if is_ours(tensor):
             name = tidy(path)
             of_tensor[id(tensor)] = name
             kind = "parameter" if tensor.is_leaf and tensor.requires_grad else "state"
@@ -87,7 +87,7 @@ def _names(program: Any) -> dict[int, tuple[str, str]]:
         for parameter, state in optimizer.state.items():
             owner = of_tensor.get(id(parameter), "?")
             for key, value in state.items():
-                if isinstance(value, Ours):
+                if is_ours(value):
                     found[id(value._storage_)] = f"{owner} {key}", "state"
     return found
 

@@ -20,9 +20,8 @@ from xla_dtensor.execution.interfaces import Slot
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.plans.ops import DROPPED, OpInfo
-from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 _slot = functools.cache(Slot)
@@ -203,7 +202,7 @@ class Call:
 
     def _take_foreign(self, value: torch.Tensor, key: list[Any]) -> Any:
         """A plain CPU tensor joins as if it were the same on every device."""
-        if isinstance(value, Ours):
+        if is_ours(value):
             return self._take_view(value, value._steps, key)
         if isinstance(value, FakeTensor):
             raise UnsupportedOpError(
@@ -263,7 +262,7 @@ def view_key(info: OpInfo, args: Any) -> Any:
     """
     base = args[0]
     if info.is_identity:
-        return info if isinstance(base, TensorMethods) else None
+        return info if is_ours(base) else None
     cls = type(base)
     if cls is not XLAShardedTensor and cls is not XLATensor:
         return None

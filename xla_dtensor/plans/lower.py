@@ -12,6 +12,7 @@ from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.numbers.valueless_number import symbolic_number
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.base.torch_private import DispatchKey, has_kernel
+from xla_dtensor.base.torch_private.attributes import kernel_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution.nested import Nested
 from xla_dtensor.forms.form import device_form
@@ -80,14 +81,12 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     if info.composition:
         return info.composition
     if has_kernel(func.name(), DispatchKey.CompositeExplicitAutograd):
-        return lambda *args, **kwargs: func._op_dk(
-            DispatchKey.CompositeExplicitAutograd, *args, **kwargs
-        )
+        return kernel_of(func, DispatchKey.CompositeExplicitAutograd)
     if func in decomposition_table:
         return decomposition_table[func]
     composite = getattr(DispatchKey, "CompositeExplicitAutogradNonFunctional", None)
     if composite is not None and has_kernel(func.name(), composite):
-        return lambda *args, **kwargs: func._op_dk(composite, *args, **kwargs)
+        return kernel_of(func, composite)
     return None
 
 

@@ -11,6 +11,7 @@ import torch
 from xla_dtensor.base.tables.cache import Table
 from xla_dtensor.base.tables.registry import Registry
 from xla_dtensor.base.torch_private import DispatchKey, has_kernel, python_kernels
+from xla_dtensor.base.torch_private.attributes import kernel_of, schema_of
 from xla_dtensor.lowering import Lowering, ViewLowering, find_lowering, find_view
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_
@@ -119,7 +120,7 @@ def info_of(func: Any) -> OpInfo:
 
 
 def _make(func: Any) -> OpInfo:
-    schema = func._schema
+    schema = schema_of(func)
     name = f"{schema.name}.{schema.overload_name or 'default'}"
     mutated: list[int | str] = []
     alias_names: dict[str, int] = {}
@@ -199,7 +200,7 @@ def _composition(func: Any) -> Callable[..., Any] | None:
         decompose: Callable[..., Any] = func.decompose
         return decompose
     if kernel_in_python(func) and find_registration(func) is None:
-        return lambda *args, **kwargs: func._op_dk(_EXPLICIT, *args, **kwargs)
+        return kernel_of(func, _EXPLICIT)
     return None
 
 
@@ -217,7 +218,7 @@ def _has_kernel(func: Any, key: Any) -> bool:
 
 def functional_name(func: Any) -> str | None:
     """The name of the functional overload that computes what ``func`` writes, if torch has one."""
-    schema = func._schema
+    schema = schema_of(func)
     name = f"{schema.name}.{schema.overload_name or 'default'}"
     if name in _FUNCTIONAL_NAMES:
         return _FUNCTIONAL_NAMES[name]
@@ -229,7 +230,7 @@ def functional_name(func: Any) -> str | None:
     if packet is None:
         return None
     for overload_name in packet.overloads():
-        candidate = getattr(packet, overload_name)._schema
+        candidate = schema_of(getattr(packet, overload_name))
         if any(a.alias_info is not None and a.alias_info.is_write for a in candidate.arguments):
             continue
         if [(a.name, str(a.type)) for a in candidate.arguments] == signature:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from xla_dtensor.base import executor, xla_faults
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.torch_private import StridedShard
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.lowering.kinds import Kind, is_
@@ -215,7 +216,7 @@ class Query:
         """What the operation is given by that name, or its default; None if it takes none."""
         args = fill(list(self._args), self._leaves)
         kwargs = {key: fill(value, self._leaves) for key, value in self._kwargs.items()}
-        for i, own in enumerate(self._func._schema.arguments):
+        for i, own in enumerate(schema_of(self._func).arguments):
             if own.name == name:
                 return args[i] if i < len(args) else kwargs.get(name, own.default_value)
         return None

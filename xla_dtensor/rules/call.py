@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from xla_dtensor.base.torch_private import OpOverload
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.rules.alternatives import Alternative, Merged, merge
 from xla_dtensor.rules.merging import Placements, TensorInfo, replicated
 
@@ -60,7 +61,7 @@ class Call:
     @cached_property
     def tensors(self) -> list[TensorInfo]:
         """The tensor arguments, lists flattened, in schema order; `out=` tensors are left out."""
-        outs = {a.name for a in self.func._schema.arguments if a.is_out}
+        outs = {a.name for a in schema_of(self.func).arguments if a.is_out}
         return [t for name, arg in self.args.items() if name not in outs for t in _tensors(arg)]
 
     @property
@@ -167,7 +168,7 @@ class Call:
 
 def base_name(func: OpOverload) -> str:
     """The op's name without its namespace, overload and in-place underscore."""
-    name = func._schema.name.split("::")[1]
+    name = schema_of(func).name.split("::")[1]
     dunder = name.startswith("__") and name.endswith("__")
     return name if dunder else name.removesuffix("_")
 
@@ -183,7 +184,7 @@ def _tensors(value: object) -> Iterator[TensorInfo]:
 def bind(func: OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
     """The arguments of a call by schema name, with defaults."""
     bound = {}
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if i < len(args) and not argument.kwarg_only:
             bound[argument.name] = args[i]
         elif argument.name in kwargs:

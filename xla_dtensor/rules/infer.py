@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.tensor import Placement
 
 from xla_dtensor.base.torch_private import OpOverload
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, OutShapes, _tensors, bind, tensors_text
@@ -112,10 +113,10 @@ def _written(call: Call, merged: Merged) -> Merged:
     """A result that is an argument, written in place, stays laid out as that argument is; an
     ``out=`` tensor that gets another shape is laid out as the rule says."""
     outputs = list(merged.outputs)
-    written = [a for a in call.func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = [a for a in schema_of(call.func).arguments if a.alias_info and a.alias_info.is_write]
     by_alias = {tuple(a.alias_info.before_set): a for a in written}
     at = 0
-    for result in call.func._schema.returns:
+    for result in schema_of(call.func).returns:
         argument = by_alias.get(tuple(result.alias_info.before_set)) if result.alias_info else None
         targets = list(_tensors(call.args[argument.name])) if argument else [None]
         for target in targets:

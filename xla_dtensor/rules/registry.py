@@ -13,6 +13,7 @@ import torch
 from xla_dtensor.base.source_line import caller
 from xla_dtensor.base.tables.registry import Changes, Registry
 from xla_dtensor.base.torch_private import OpOverload, OpOverloadPacket
+from xla_dtensor.base.torch_private.attributes import custom_op_name, packet_name, schema_of
 from xla_dtensor.errors import LayoutRuleError
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, base_name, tensors_text
@@ -144,9 +145,9 @@ def _name_of(op: Any) -> str:
     if isinstance(op, OpOverload):
         return op.name()
     if isinstance(op, OpOverloadPacket):
-        return op._qualified_op_name
+        return packet_name(op)
     if isinstance(op, torch.library.CustomOpDef):
-        return op._qualname
+        return custom_op_name(op)
     raise LayoutRuleError(
         f"register_rule: {op!r} is no op: give an overload, torch.ops.mylib.myop, what "
         'torch.library.custom_op returned, or a name ("mylib::myop")'
@@ -319,7 +320,7 @@ def _names(func: OpOverload) -> Iterator[str]:
 @cache
 def _functional(func: OpOverload) -> OpOverload | None:
     """The overload that computes the same without writing to an argument."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return None
     namespace = getattr(torch.ops, func.namespace)
     packet = getattr(namespace, base_name(func), None)
@@ -327,11 +328,11 @@ def _functional(func: OpOverload) -> OpOverload | None:
         return None
 
     def signature(op: OpOverload) -> list[tuple[str, str]]:
-        return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+        return [(a.name, str(a.type)) for a in schema_of(op).arguments if not a.is_out]
 
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        if not candidate._schema.is_mutable and signature(candidate) == signature(func):
+        if not schema_of(candidate).is_mutable and signature(candidate) == signature(func):
             return candidate
     return None
 

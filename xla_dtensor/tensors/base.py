@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
+from xla_dtensor.base.ours import OurTensor, is_ours
 from xla_dtensor.base.torch_private import (
     FakeTensor,
     disabled_torch_function,
@@ -78,13 +79,13 @@ def computes_itself(cls: type) -> bool:
     those; we do, and say more."""
     dispatch = getattr(cls, "__torch_dispatch__", torch.Tensor.__torch_dispatch__)
     return dispatch is not torch.Tensor.__torch_dispatch__ and not issubclass(
-        cls, TensorMethods | DTensor | FakeTensor
+        cls, OurTensor | DTensor | FakeTensor
     )
 
 
 def refuse_other_kind(tensor: TensorMethods, other: Any, what: str) -> None:
     """Raise if ``tensor`` is sharded and ``other`` isn't, or the other way round."""
-    if isinstance(other, TensorMethods) and tensor._form.is_sharded != other._form.is_sharded:
+    if is_ours(other) and tensor._form.is_sharded != other._form.is_sharded:
         own, wanted = ("sharded" if x._form.is_sharded else "per-device" for x in (tensor, other))
         raise UnsupportedOpError(
             f"{what}: a {own} tensor can't become a {wanted} one; convert the other one first with "
@@ -112,7 +113,7 @@ def wrapper(cls: Any, form: Form, requires_grad: bool = False) -> Any:
     return r
 
 
-class TensorMethods(HasMemory):
+class TensorMethods(HasMemory, OurTensor):
     """Methods of both views. The data is ``_storage_`` seen through ``_steps``."""
 
     _storage_: Storage
@@ -302,7 +303,7 @@ class TensorMethods(HasMemory):
         epoch.tensors.moved()
         moves(self)
         torch.Tensor.data.__set__(self, value)
-        if isinstance(value, TensorMethods):  # torch moved its own part alone
+        if is_ours(value):  # torch moved its own part alone
             value._storage_.introduce(value)
             self._storage_, self._steps = value._storage_, value._steps
             self._own_form, self._cache = value._own_form, None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from xla_dtensor.base import ours
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import ONE_VIEWER, Storage
 from xla_dtensor.forms.views import Step
@@ -11,8 +13,14 @@ from xla_dtensor.tensors.base import wrapper
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 Ours: TypeAlias = XLAShardedTensor | XLATensor
-"""The tensors of this package."""
+"""The tensors of this package, in annotations."""
+
+is_ours: Callable[[object], TypeIs[Ours]] = ours.is_ours  # type: ignore[assignment]
+"""Whether a value is one of them. (Marked tensors and those of users' subclasses are, too.)"""
 
 
 def tensor_class(form: Form) -> Any:

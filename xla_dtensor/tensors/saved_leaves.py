@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.ours import is_ours
+
 _ATTRIBUTE = "_kept"
 
 
@@ -47,7 +49,7 @@ class SavedLeaf:
 
 def keep(tensor: Any) -> SavedLeaf | None:
     """For who saves ``tensor`` for a backward pass; None of what is no leaf, or not ours."""
-    if not hasattr(tensor, "_storage_") or not tensor.is_leaf:
+    if not is_ours(tensor) or not tensor.is_leaf:
         return None
     if getattr(tensor, _ATTRIBUTE, None) is None:  # or of others who have saved it where it is now
         setattr(tensor, _ATTRIBUTE, SavedLeaf())

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor.base import executor, map_location, torch_private
+from xla_dtensor.base.torch_private.attributes import make_parameter
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.forms.form import device_form, sharded_form
 from xla_dtensor.forms.host_values import fetch, to_host
@@ -108,7 +109,7 @@ def rebuild_tensor(
         result = backend().distribute_tensor(value, mesh, [_decoded(*p) for p in placements])
     result.requires_grad_(requires_grad)
     if is_param and not isinstance(result, torch.nn.Parameter):
-        result._is_param = True
+        make_parameter(result)
     for name, attribute in (attributes or {}).items():
         setattr(result, name, attribute)
     return result

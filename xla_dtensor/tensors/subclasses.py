@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import interrupts, thread_state
+from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.torch_private import (
     disable_function_of_subclasses,
     disabled_torch_function,
@@ -28,7 +29,6 @@ from xla_dtensor.base.torch_private import (
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES, dict_of_tensor, users_of
-from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.saving import reduce_tensor
 
 _SHOWN = "_xla_dtensor_shown"
@@ -93,7 +93,7 @@ def _set_attributes(tensor: Any, given: dict[str, Any]) -> None:
 def shown_class(cls: Any) -> Any:
     """What a class of ours, ``type(x)``, means for a tensor elsewhere: the user's class that it is
     made of, or ``torch.Tensor``. Others are what they are."""
-    if not isinstance(cls, type) or not issubclass(cls, TensorMethods):
+    if not isinstance(cls, type) or not issubclass(cls, OurTensor):
         return cls
     return vars(cls).get(_SHOWN, torch.Tensor)
 

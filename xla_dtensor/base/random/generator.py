@@ -10,6 +10,7 @@ import torch
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.torch_private import CppGenerator
+from xla_dtensor.base.torch_private.attributes import cpp_address
 
 # By where C++ has it: to operations it gives another Python object for the same generator.
 _made: weakref.WeakValueDictionary[int, XLAGenerator] = weakref.WeakValueDictionary()
@@ -30,7 +31,7 @@ class XLAGenerator(CppGenerator):
     def __new__(cls, device: Any = "xla") -> Any:
         made = super().__new__(cls)
         made.stream = rng.RandomStream()
-        _made[made._cdata] = made
+        _made[cpp_address(made)] = made
         return made
 
     def __init__(self, device: Any = "xla") -> None:
@@ -103,7 +104,7 @@ def stream_of(generator: Any, name: str) -> rng.RandomStream:
     Raises:
         RuntimeError: it is another device's, as in torch.
     """
-    made = _made.get(generator._cdata)
+    made = _made.get(cpp_address(generator))
     if made is None:
         raise RuntimeError(
             f"{name}: Expected a 'xla' device type for generator but found "

@@ -1,1 +1,1 @@
-"""Caches, registries, and values as parts of keys."""
+"""Caches, registries, names of other packages, and values as parts of keys."""

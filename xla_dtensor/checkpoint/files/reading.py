@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader as TorchReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from xla_dtensor.base.torch_private.attributes import metadata_path
 from xla_dtensor.checkpoint.files.metadata import check_complete, check_files, inside, read_metadata
 from xla_dtensor.checkpoint.files.records import StoredBox, read_parts, stored_tensor
 from xla_dtensor.errors import CheckpointError
@@ -54,7 +55,7 @@ class FileSystemReader(TorchReader):
             CheckpointError: it can't be read, names what is no plain data, or contradicts the
                 files.
         """
-        metadata = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
+        metadata = read_metadata(Path(metadata_path(self, kwargs.get("rank"))))
         check_files(metadata, Path(self.path))
         self._metadata = metadata
         if metadata.storage_meta is None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.compat.hyper_parallel.mesh import distribute_tensor, placements_in
 from xla_dtensor.mesh.dim_names import has_placements
 from xla_dtensor.mesh.layout import Layout
@@ -68,7 +69,7 @@ def shard_module(model: nn.Module, device_mesh: DeviceMesh, sharding_plan: Shard
     for name, layout in (sharding_plan.plan or {}).items():
         path, _, last = name.rpartition(".")
         owner = modules.get(path)
-        parameter = None if owner is None else owner._parameters.get(last)
+        parameter = None if owner is None else parameters_of(owner).get(last)
         if parameter is None:
             raise ValueError(f"shard_module: {type(model).__name__} has no parameter {name!r}")
         assert owner is not None

@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
 from xla_dtensor.base.tables.keys import exact
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.compilation.call.argument_names import difference, paths, paths_by_id
 from xla_dtensor.compilation.call.buckets import Length, Padding
 from xla_dtensor.compilation.code.identities import SameIdentity, aliases
@@ -36,7 +37,7 @@ from xla_dtensor.compilation.trace.external_tensors import hooks_of
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 from xla_dtensor.tensors.base import requires_grad_of_tensor
 from xla_dtensor.tensors.device_tensor import XLATensor
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 Plant = Callable[[Place, Any, Any], None]
@@ -204,13 +205,13 @@ class Arguments:
         if isinstance(value, torch.Tensor):
             if cls is not torch.Tensor and not is_library_class(cls):
                 self._objects.append(("the class of ", value, cls))
-            if isinstance(value, Ours):
+            if is_ours(value):
                 return cls, self._tensor(value)
             self.tensors.append(value)
             return (
                 (cls, *value.shape),
                 value.stride(),
-                value._is_view(),  # the step may reach another view of its base
+                is_view(value),  # the step may reach another view of its base
                 value.dtype,
                 value.device,
                 value.requires_grad,

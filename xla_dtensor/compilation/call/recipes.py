@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
+from xla_dtensor.base.torch_private.attributes import cpp_address
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.objects.kinds_of_code import IteratorArgument
 from xla_dtensor.errors import DataDependentError
@@ -267,16 +268,17 @@ class HostTensor(SharedRecipe):
         like = self.tensor
         if like is not None:
             memory = like.untyped_storage()
-            if memory._cdata not in run.made:
-                run.made[memory._cdata] = memory.clone()
+            address = cpp_address(memory)
+            if address not in run.made:
+                run.made[address] = memory.clone()
             where = like.storage_offset(), like.shape, like.stride()
-            return torch.empty(0, dtype=like.dtype).set_(run.made[memory._cdata], *where)
+            return torch.empty(0, dtype=like.dtype).set_(run.made[address], *where)
         assert self.read is not None
         made = self.read(run.arguments, run.prepared.host)
         if self.of is None:
             return made
         whole = self.of.read(run.arguments)
-        if made.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+        if cpp_address(made.untyped_storage()) == cpp_address(whole.untyped_storage()):
             return made
         # The host's program writes to a copy of the argument: show the same part of the argument.
         whole, start = whole.view(made.dtype), made.storage_offset()

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xla_dtensor.base.torch_private.attributes import cpp_address
+
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 
@@ -63,7 +65,7 @@ def memory_on_host(tensor: Any) -> int:
     another one for the same memory."""
     try:
         storage = tensor.untyped_storage()
-        return storage.data_ptr() or storage._cdata
+        return storage.data_ptr() or cpp_address(storage)
     except (NotImplementedError, RuntimeError):  # a sparse one has none
         return id(tensor)
 

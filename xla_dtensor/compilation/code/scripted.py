@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import ConcreteModuleType
+from xla_dtensor.base.torch_private.attributes import scripted_module, type_of_scripted
 from xla_dtensor.errors import DataDependentError
 
 
@@ -19,10 +20,8 @@ class Scripted:
     """
 
     def __init__(self, module: torch.jit.ScriptModule, path: str) -> None:
-        # torch.jit.trace gives a wrapper; the module is in its attribute.
-        inside: Any = getattr(module, "_actual_script_module", module)
-        self._path, self._module = path, inside._c
-        names = ConcreteModuleType.from_jit_type(inside._c._type()).get_attributes()
+        self._path, self._module = path, scripted_module(module)
+        names = ConcreteModuleType.from_jit_type(type_of_scripted(self._module)).get_attributes()
         self.held = {name: self._module.getattr(name) for name in sorted(names)}
 
     def value(self, name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_dtensor.base.torch_private.attributes import cpp_address
 from xla_dtensor.compilation.objects.kind import ObjectKind
 
 
@@ -84,7 +85,7 @@ def array_of(value: Any, outside: Iterable[Any]) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return cpp_address(tensor.untyped_storage())
 
 
 def _start(whole: Any) -> int:

@@ -24,13 +24,13 @@ from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.reflection import referents
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.mesh import current_mesh
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.subclasses import is_shown
 
 
 def text_of(value: Any) -> str:
     """An argument, in words."""
-    if isinstance(value, Ours):
+    if is_ours(value):
         form = value._form
         text = f"{list(form.shape)} {form.dtype}"
         if is_shown(value):

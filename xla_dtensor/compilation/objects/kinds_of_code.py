@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xla_dtensor.base.torch_private.attributes import batches_yielded
 from xla_dtensor.compilation.code.identities import SameIdentity
 from xla_dtensor.compilation.code.reflection import own_of, referents
 from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, give, unplaced
@@ -317,7 +318,7 @@ def state_of_iterator(iterator: Any) -> Any:
     hint = getattr(iterator, "__length_hint__", None)
     if hint is not None:
         return hint()
-    yielded = getattr(iterator, "_num_yielded", None)  # a DataLoader's
+    yielded = batches_yielded(iterator)
     if yielded is not None:
         return yielded
     if isinstance(iterator, itertools.count):

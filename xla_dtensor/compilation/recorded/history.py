@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.torch_private.attributes import hooks_of_tensor, sequence_number_of
 from xla_dtensor.compilation.trace.external_tensors import without_hooks
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -58,7 +59,7 @@ class History:
         if not value.requires_grad or value.is_leaf:
             return False
         trace = self._trace
-        if value.grad_fn._sequence_nr() < trace.history_begins:
+        if sequence_number_of(value.grad_fn) < trace.history_begins:
             return False
         return not (trace.freed and any(n in trace.freed for n, _ in nodes_of([value])))
 
@@ -91,7 +92,7 @@ class History:
         """
         tensors = [outside.get() for outside in self.inputs]
         leaves = {id(t): i for i, t in enumerate(tensors) if t.is_leaf}
-        inner = {t.grad_fn._sequence_nr(): i for i, t in enumerate(tensors) if not t.is_leaf}
+        inner = {sequence_number_of(t.grad_fn): i for i, t in enumerate(tensors) if not t.is_leaf}
 
         def reached(tensor: Any, itself: int | None = None) -> set[int]:
             found = {inner[n] for n, _ in nodes_of([tensor]) if n in inner}
@@ -182,12 +183,12 @@ def _variables_of(tensor: Any) -> Iterator[Any]:
 def is_view_by_torch(view: Any, root: Any) -> bool:
     """Whether nothing but torch's own views is between a tensor that requires grad and ``root``: a
     function of the user's may give back a view of what it is given, and have another gradient."""
-    end = None if root.grad_fn is None else root.grad_fn._sequence_nr()
+    end = None if root.grad_fn is None else sequence_number_of(root.grad_fn)
     node = view.grad_fn
     while node is not None:
         if end is None and getattr(node, "variable", None) is root:
             return True
-        if end is not None and node._sequence_nr() == end:
+        if end is not None and sequence_number_of(node) == end:
             return True
         before = [n for n, _ in node.next_functions if n is not None]
         if isinstance(node, torch.autograd.function.BackwardCFunction) or len(before) != 1:
@@ -199,7 +200,7 @@ def is_view_by_torch(view: Any, root: Any) -> bool:
 def _laid_out(leaf: Any, grad: Any) -> Any:
     """The gradient in its leaf's layout, as the leaf's own hook would give it."""
     hook = getattr(leaf, "_grad_hook", None)
-    hooks = leaf._backward_hooks
+    hooks = hooks_of_tensor(leaf)
     if hook is None or not hooks or hook.id not in hooks:
         return grad
     laid_out = hooks[hook.id](grad)

@@ -21,6 +21,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import plain_number
 from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.numbers.traced_number import NumberNode
+from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
@@ -50,7 +51,7 @@ from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
 
@@ -131,12 +132,12 @@ class HostOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(cls, Ours) for cls in types):
+        if any(issubclass(cls, OurTensor) for cls in types):
             with disable_function_of_subclasses():  # their __torch_function__ has run already
                 return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        if any(isinstance(x, Ours) for x in tensors):
+        if any(is_ours(x) for x in tensors):
             return func(*args, **kwargs)
         device = kwargs.get("device")
         devices = {x.device.type for x in tensors}

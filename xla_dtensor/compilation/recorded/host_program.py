@@ -10,6 +10,7 @@ import torch
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.torch_private import disable_current_modes, pytree, unseen
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.tensors.base import grad_of
@@ -195,7 +196,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], b
     """The tensors that ``func`` writes to, and whether torch counts that."""
 
     def argument(position: int) -> Any:
-        name = func._schema.arguments[position].name
+        name = schema_of(func).arguments[position].name
         return args[position] if position < len(args) else kwargs.get(name)
 
     if func in _WRITES:
@@ -203,11 +204,11 @@ def written_by(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], b
         if asks is not None and not argument(asks):
             return [], False
         return [x for x in map(argument, positions) if x is not None], False
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return [], True
     found = [
         argument(i)
-        for i, known in enumerate(func._schema.arguments)
+        for i, known in enumerate(schema_of(func).arguments)
         if known.alias_info is not None and known.alias_info.is_write
     ]
     return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)], True

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from xla_dtensor.base.numbers.python_numbers import is_number
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
     ArgumentContainer,
@@ -29,7 +30,7 @@ from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import Step, ViewStep
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.subclasses import is_shown, shown_class
 
 
@@ -68,7 +69,7 @@ class OutputRecipes:
         """Find those among ``values`` that have a history: others may show the same memory without
         it (``detach()``), and depend on them."""
         for value in values:
-            given = isinstance(value, Ours) and value.requires_grad and not value.is_leaf
+            given = is_ours(value) and value.requires_grad and not value.is_leaf
             if given and self._trace.owns(value._storage_):
                 self.tensor(value)
 
@@ -84,7 +85,7 @@ class OutputRecipes:
             if not is_number(value):  # it has no present value: this raises
                 value.node.guard_float("", 0)
             return ComputedNumber(value.node)
-        if isinstance(value, Ours):
+        if is_ours(value):
             return self.tensor(value)
         host = self._traced.host
         if isinstance(value, torch.Tensor) and host.made(value):
@@ -136,7 +137,7 @@ class OutputRecipes:
         if value.requires_grad and value.is_leaf:
             return self._leaf(value, self._copy(value))
         if value.requires_grad:
-            root = value._base if value._is_view() else value
+            root = value._base if is_view(value) else value
             further = _further(value, root)
             if further is None or not is_view_by_torch(value, root):
                 root, further = value, ()
@@ -145,7 +146,7 @@ class OutputRecipes:
         if not _is_plain(value) and value._steps:
             return self._copy(value)
         # The tensor that autograd takes it for a view of; or itself.
-        root = value._base if value._is_view() else None if value._steps else value
+        root = value._base if is_view(value) else None if value._steps else value
         if root is not None and (root._storage_ is not storage or root._steps):
             root = None
         if root is not None and id(storage) not in self._wholes:
@@ -174,7 +175,7 @@ class OutputRecipes:
         known = self._known.get(id(root))
         if known is not None and isinstance(known[1], NewTensor):
             return known[1]
-        own = root._steps or root._is_view()
+        own = root._steps or is_view(root)
         template = self._copy(root) if own else self._whole(root._storage_)
         self._known[id(root)] = root, template
         if self._history.takes(root):
@@ -215,29 +216,28 @@ class OutputRecipes:
         of, base = found or (value, value)
         detached = not value.requires_grad and (
             base.requires_grad
-            or not (value._is_view() and any(value._base is t for t in (base, base._base)))
+            or not (is_view(value) and any(value._base is t for t in (base, base._base)))
         )
         return ViewRecipe(of, value._steps[len(base._steps) :], detached, value)
 
     def _argument(self, value: Any) -> int | None:
         """The argument that shows the same memory, or most of it."""
         tensors = enumerate(self._arguments.tensors)
-        found = [i for i, t in tensors if isinstance(t, Ours) and _further(value, t) is not None]
+        found = [i for i, t in tensors if is_ours(t) and _further(value, t) is not None]
         steps = lambda i: len(self._arguments.tensors[i]._steps)
         return max(found, key=steps, default=None)
 
     def _base(self, value: Any) -> tuple[Any, Any] | None:
         """The tensor from outside that shows the same memory, or most of it: what finds it in a
         later call, and itself."""
-        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if isinstance(t, Ours)]
+        candidates = [(i, t) for i, t in enumerate(self._arguments.tensors) if is_ours(t)]
         given = {id(t._storage_) for _, t in candidates}
         kept = (outside.get() for outside in self._trace.outside.values())
         # Not views of arguments that the step has made: they are others in each call.
         candidates += [
             (t, t)
             for t in kept
-            if isinstance(t, Ours)
-            and (id(t) in self._watch.reached.tensors or id(t._storage_) not in given)
+            if is_ours(t) and (id(t) in self._watch.reached.tensors or id(t._storage_) not in given)
         ]
         best = None
         for of, tensor in candidates:

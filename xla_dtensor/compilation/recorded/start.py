@@ -15,8 +15,8 @@ from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.installed import CodeRecorder
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.objects.carried import each_once
+from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
-from xla_dtensor.compilation.objects.remade import MadeObjects
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.effects import PlacesBefore
 from xla_dtensor.compilation.watch.watch import Watch

@@ -16,7 +16,7 @@ from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, check_replayable
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class TracedEffects:
@@ -61,7 +61,7 @@ class TracedEffects:
         built: dict[int, tuple[Any, Any]] = {}
 
         def is_new(value: Any) -> bool:
-            return isinstance(value, Ours) and trace.owns(value._storage_)
+            return is_ours(value) and trace.owns(value._storage_)
 
         def convert(value: Any) -> Any:
             known = built.get(id(value))
@@ -87,7 +87,7 @@ class TracedEffects:
         """Whether a backward pass of the next call would come to what this one has computed."""
         if not tensor.requires_grad:
             return False
-        made = isinstance(tensor, Ours) and self._trace.owns(tensor._storage_)
+        made = is_ours(tensor) and self._trace.owns(tensor._storage_)
         return made or not tensor.is_leaf
 
     def _find_replaced(self, effect: Effect) -> None:
@@ -110,7 +110,7 @@ class TracedEffects:
                 if not carried and is_state(after, symbolic=True):
                     self.counted.add(name)
                 continue
-            used = [t for t in tensors if isinstance(t, Ours) and self._trace.computes_with(t)]
+            used = [t for t in tensors if is_ours(t) and self._trace.computes_with(t)]
             if any(map(has_history, used)):
                 raise DataDependentError(
                     f"the step computes with {name}, which has a history of an earlier call, and "

@@ -27,7 +27,7 @@ from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.storage import Storage
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class TracedInputs:
@@ -73,7 +73,7 @@ class TracedInputs:
         """Which arguments are what the step finds elsewhere, too: they are what is found there."""
         of_arguments: dict[int, int] = {}
         for i, tensor in enumerate(arguments.tensors):
-            if isinstance(tensor, Ours):
+            if is_ours(tensor):
                 of_arguments.setdefault(id(tensor._storage_), i)
         found = _storages_found(watch)
         self.free_arguments = tuple(
@@ -90,7 +90,7 @@ class TracedInputs:
         self.bound_on_host = tuple(
             (i, tensor)
             for i, tensor in enumerate(arguments.tensors)
-            if id(tensor) in watch.reached.tensors and not isinstance(tensor, Ours)
+            if id(tensor) in watch.reached.tensors and not is_ours(tensor)
         )
 
     def _of_storages(
@@ -160,7 +160,7 @@ class TracedInputs:
 
 def _storages_found(watch: Watch) -> set[int]:
     """The ids of the storages that the step finds elsewhere than among its arguments."""
-    return {id(t._storage_) for t, _ in watch.reached.tensors.values() if isinstance(t, Ours)}
+    return {id(t._storage_) for t, _ in watch.reached.tensors.values() if is_ours(t)}
 
 
 def _of_other_values(outputs: TracedOutputs) -> Iterator[tuple[Any, Source]]:

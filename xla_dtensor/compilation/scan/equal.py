@@ -18,13 +18,14 @@ from torch import nn
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import current_backward, pytree, top_saved_tensors_hooks
+from xla_dtensor.base.torch_private.attributes import submodules_of
 from xla_dtensor.compilation.code.patched import patched
 from xla_dtensor.compilation.code.reflection import HOOKS
 from xla_dtensor.compilation.scan.equal_layers import changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan.loop import Layers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -83,14 +84,14 @@ class _Chains:
 
     def meet(self, module: nn.Module) -> None:
         """Note the lists of a module that is called."""
-        for part in (module, *module._modules.values()):
+        for part in (module, *submodules_of(module).values()):
             is_list = isinstance(part, nn.Sequential) or (
                 part is not module and isinstance(part, nn.ModuleList)
             )
             if not is_list or id(part) in self._met:
                 continue
             self._met.add(id(part))
-            layers = list(part._modules.values())
+            layers = list(submodules_of(part).values())
             if len(set(map(id, layers))) < len(layers) or None in layers:
                 continue  # the same layer twice
             for i, layer in enumerate(layers):
@@ -104,7 +105,7 @@ class _Chains:
         chain = self._begun.get(id(part))
         if chain is not None and chain.is_open:
             return chain.next(module, args, kwargs)
-        if not args or not isinstance(args[0], Ours):
+        if not args or not is_ours(args[0]):
             return None
         if top_saved_tensors_hooks(True) is not None:
             return None  # under torch.utils.checkpoint

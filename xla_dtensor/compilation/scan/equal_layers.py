@@ -15,7 +15,7 @@ from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.kinds import kind_of
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.errors import UnsupportedOpError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 # What every module has besides `training`: its parts and hooks, which are compared otherwise.
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
@@ -69,7 +69,7 @@ def described(layer: nn.Module) -> dict[str, Any]:
             codes = [_code(hook) for hook in getattr(module, hooks).values()]
             found[f"{where}.{hooks}"] = codes
     for name, tensor in tensors_of(layer).items():
-        if not isinstance(tensor, Ours):
+        if not is_ours(tensor):
             found[name] = "a tensor that is not on the devices"
             continue
         form = tensor._form

@@ -15,7 +15,7 @@ from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
-from xla_dtensor.tensors.of_form import Ours, new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
 class Residuals:
@@ -80,7 +80,7 @@ class Residuals:
             yield
 
     def _is_made_here(self, tensor: torch.Tensor, inputs: list[Any]) -> bool:
-        if not isinstance(tensor, Ours) or any(tensor._storage_ is x._storage_ for x in inputs):
+        if not is_ours(tensor) or any(tensor._storage_ is x._storage_ for x in inputs):
             return False
         return bool(tensor._storage_.version >= self._trace.loop_begins)
 

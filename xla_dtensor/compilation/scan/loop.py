@@ -48,7 +48,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.mesh.memories import check_host_memory
-from xla_dtensor.tensors.of_form import Ours, new_tensor
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
 def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def loop_of(layers: Iterable[nn.Module], *, recompute: bool, offload: bool) -> C
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         trace = executor.trace()
-        if len(modules) < 2 or not isinstance(trace, StepTrace) or not isinstance(x, Ours):
+        if len(modules) < 2 or not isinstance(trace, StepTrace) or not is_ours(x):
             for layer in modules:
                 x = layer(x, *args, **kwargs)
             return x
@@ -96,7 +96,7 @@ class Layers:
         self.forms = [fresh(tensor._form) for tensor in self.tensors[0]]
         flat, self._tree = pytree.tree_flatten((args, kwargs))
         self._flat = flat
-        self._places = [i for i, value in enumerate(flat) if isinstance(value, Ours)]
+        self._places = [i for i, value in enumerate(flat) if is_ours(value)]
         self.others = [flat[i] for i in self._places]
         self.random = trace.random.counter
         self.draws = 0  # random operations of a layer
@@ -145,7 +145,7 @@ class Layers:
                 f"{list(x.shape)} (relu(inplace=True), say), which is the loop's own. Let it "
                 "compute a new tensor, or run such layers one by one"
             )
-        if not isinstance(y, Ours) or y.shape != x.shape or y.dtype != x.dtype:
+        if not is_ours(y) or y.shape != x.shape or y.dtype != x.dtype:
             what = f"{list(y.shape)} {y.dtype}" if isinstance(y, torch.Tensor) else type(y).__name__
             raise UnsupportedOpError(
                 f"scan_layers: {type(self.first).__name__} takes {list(x.shape)} {x.dtype} and "

@@ -16,7 +16,7 @@ from xla_dtensor.compilation.recorded.attempts import trace
 from xla_dtensor.compilation.recorded.jaxpr_text import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.errors import StaleStepError
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: Arguments) -> None:
@@ -51,9 +51,7 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
     trace = traced.trace
     # Arguments by storage: a trace takes an argument that is also reached by name for the latter.
     given = {
-        id(tensor._storage_): i
-        for i, tensor in enumerate(arguments.tensors)
-        if isinstance(tensor, Ours)
+        id(tensor._storage_): i for i, tensor in enumerate(arguments.tensors) if is_ours(tensor)
     }
     return {
         "the operations": text_of(traced.jaxpr),

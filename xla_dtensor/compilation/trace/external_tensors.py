@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import set_version_counter
+from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
 from xla_dtensor.tensors.base import grad_of
 
 
@@ -151,8 +152,9 @@ def _version(tensor: Any) -> int:
 def hooks_of(tensor: Any) -> tuple[Any, ...]:
     """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
-    backward = getattr(tensor, "_backward_hooks", None)
-    accumulated = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    if not isinstance(tensor, torch.Tensor):
+        return found  # an edge of autograd's graph
+    backward, accumulated = hooks_of_tensor(tensor), hooks_after_accumulation(tensor)
     if not backward and not accumulated:
         return found
     own = getattr(getattr(tensor, "_grad_hook", None), "id", None)
@@ -166,7 +168,7 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Any]) -> Iterator[None]:
     """In the block the backward hooks of tensors aren't called."""
-    saved = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
+    saved = [(hooks, dict(hooks)) for hooks in map(hooks_of_tensor, tensors) if hooks]
     for hooks, _ in saved:
         hooks.clear()
     try:

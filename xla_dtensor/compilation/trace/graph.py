@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.torch_private.attributes import sequence_number_of
+
 
 def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """The nodes of the tensors' history: (number, node), each once."""
@@ -16,7 +18,7 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         node = stack.pop()
         if node is None:
             continue
-        number = node._sequence_nr()
+        number = sequence_number_of(node)
         # AccumulateGrad nodes, of leaves, all have the number 2**64 - 1.
         if number in seen or number >= 2**63:
             continue

@@ -16,7 +16,7 @@ from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_m
 from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 _Tensor = torch.Tensor
 _BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -129,7 +129,7 @@ OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
 
 def is_on_host(x: Any) -> bool:
     """Whether something is a CPU tensor."""
-    return isinstance(x, torch.Tensor) and not isinstance(x, Ours) and x.device.type == "cpu"
+    return isinstance(x, torch.Tensor) and not is_ours(x) and x.device.type == "cpu"
 
 
 def _frame_of_user() -> FrameType | None:

@@ -18,7 +18,7 @@ from xla_dtensor.base.torch_private import disable_current_modes, unseen
 from xla_dtensor.compilation.trace.doubles import plain
 from xla_dtensor.compilation.trace.numbers import NumberChanged
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.of_form import is_ours
 
 # Numbers of param groups that torch's formulas only compute with, whatever their Python type:
 # `weight_decay=0` may become 0.1 later. Other ints decide something and are part of the program.
@@ -96,7 +96,7 @@ def holds_number(value: Any) -> bool:
     """Whether it is a CPU tensor with one float."""
     return (
         isinstance(value, torch.Tensor)
-        and not isinstance(value, TensorMethods)
+        and not is_ours(value)
         and value.device.type == "cpu"
         and value.numel() == 1
         and value.is_floating_point()

@@ -18,6 +18,7 @@ from torch import nn
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import current_autograd_node, sequence_number
+from xla_dtensor.base.torch_private.attributes import sequence_number_of
 from xla_dtensor.compilation.code.patched import patched
 
 FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
@@ -58,7 +59,7 @@ class ModuleScopes:
             return jax.named_scope(FORWARD + self._stack[-1])
         node = current_autograd_node()
         if node is not None:
-            at = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+            at = bisect.bisect_right(self._starts, sequence_number_of(node)) - 1
             if at >= 0 and self._scopes[at]:
                 return jax.named_scope(BACKWARD + self._scopes[at])
         return NO_SCOPE

@@ -24,8 +24,9 @@ from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import device_form
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import abstract
-from xla_dtensor.tensors.base import TensorMethods, grad_of
+from xla_dtensor.tensors.base import grad_of
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class OptimizerHooks:
@@ -155,7 +156,7 @@ class OptimizerHooks:
                 else:
                     tensors = list(owner.parameters())
                 for tensor in tensors:
-                    if isinstance(tensor, TensorMethods):
+                    if is_ours(tensor):
                         self._trace.sets_grad(tensor)
             return zero_grad(owner, *args, **kwargs)
 
@@ -175,7 +176,7 @@ class OptimizerHooks:
             stepped.give_numbers(self._trace, self._planted)
         groups = [group for group in optimizer.param_groups if "capturable" in group]
         for tensor in (p for group in groups for p in group["params"]):
-            on_host = not isinstance(tensor, TensorMethods) and tensor.device.type == "cpu"
+            on_host = not is_ours(tensor) and tensor.device.type == "cpu"
             if on_host and grad_of(tensor) is not None:
                 raise DataDependentError(
                     f"CPU parameters of {type(optimizer).__name__}, which counts its steps on the "
@@ -245,7 +246,7 @@ class OptimizerHooks:
                 if self._is_counter(value)
             ]
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            ours = [v._storage_.array for _, _, v in found if isinstance(v, TensorMethods)]
+            ours = [v._storage_.array for _, _, v in found if is_ours(v)]
             if abstract.current() is not None:  # step counts have no values here
                 values = iter([np.zeros(())] * len(ours))
             else:
@@ -254,7 +255,7 @@ class OptimizerHooks:
                 read = dict(zip(known, jax.device_get([*known.values()]), strict=True))
                 values = iter([read[id(array)] for array in ours])
             for state, key, tensor in found:
-                if isinstance(tensor, TensorMethods):
+                if is_ours(tensor):
                     storage = tensor._storage_
                     value = np.asarray(next(values)).item()
                     storage.array = trace.numbers.counter(storage.form, value)
@@ -268,7 +269,7 @@ class OptimizerHooks:
         """Whether an entry of a state is a step count that isn't shared yet."""
         if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
             return False
-        if not isinstance(value, TensorMethods):
+        if not is_ours(value):
             return value.device.type == "cpu"
         storage, form = value._storage_, value._storage_.form
         uses = value._steps or self._trace.uses(storage)

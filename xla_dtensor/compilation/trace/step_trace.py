@@ -24,6 +24,7 @@ from xla_dtensor.base.numbers.wide_scalars import WideScalars
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
+from xla_dtensor.base.torch_private.attributes import sequence_number_of
 from xla_dtensor.compilation.trace import external_storages, module_scopes
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns
@@ -43,7 +44,8 @@ from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
-from xla_dtensor.tensors.base import TensorMethods, grad_of, set_grad_of
+from xla_dtensor.tensors.base import grad_of, set_grad_of
+from xla_dtensor.tensors.of_form import is_ours
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -225,7 +227,7 @@ class StepTrace(Tracing):
 
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""
-        return tensor.grad_fn._sequence_nr() >= self.history_begins
+        return sequence_number_of(tensor.grad_fn) >= self.history_begins
 
     def writing(self, storage: Storage) -> None:
         if storage.version < self.loop_begins:
@@ -449,5 +451,5 @@ class StepTrace(Tracing):
                 continue
             # A trace sets gradients of tensors that it uses, or notes (`sets_grad`). Another leaf's
             # was set by another thread, which trains another model.
-            if id(tensor) in self.outside or not isinstance(tensor, TensorMethods):
+            if id(tensor) in self.outside or not is_ours(tensor):
                 set_grad_of(tensor, outside.grad)

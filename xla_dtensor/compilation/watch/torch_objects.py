@@ -20,6 +20,7 @@ from xla_dtensor.base.torch_private import (
     OpOverloadPacket,
     custom_op_definitions,
 )
+from xla_dtensor.base.torch_private.attributes import packet_name
 from xla_dtensor.compilation.code.names import names_of
 from xla_dtensor.compilation.code.reflection import HOOKS, code_of
 from xla_dtensor.compilation.code.scripted import Scripted
@@ -110,7 +111,7 @@ def of_operator(walk: Walk, operator: Any, path: str) -> None:
     if isinstance(operator, OpOverload):
         operator = operator.overloadpacket
     if isinstance(operator, OpOverloadPacket):
-        operator = custom_op_definitions.get(operator._qualified_op_name)
+        operator = custom_op_definitions.get(packet_name(operator))
     if isinstance(operator, CustomOpDef):
         own = vars(operator)
         functions = [name for name in own if name.endswith(("_fn", "_fns"))]

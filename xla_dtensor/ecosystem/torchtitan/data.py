@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import disable_function_of_subclasses, make_subclass, pytree
+from xla_dtensor.base.torch_private.attributes import is_view
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 
 
@@ -196,7 +197,7 @@ def _for_each(func: Callable[..., Any], leaves: list[Any], shape: Any) -> Any:
 
 def _become(tensor: torch.Tensor, count: int, mesh: Any) -> None:
     """Let a tensor of the host be `RankValues` of its value, to be written to."""
-    if tensor._is_view() or tensor.requires_grad:
+    if is_view(tensor) or tensor.requires_grad:
         raise PerDeviceValueError(
             "the data-parallel ranks would write different values to a view, or to a tensor that "
             "autograd follows; make it a tensor of its own first"

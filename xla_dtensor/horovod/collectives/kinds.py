@@ -1,5 +1,4 @@
-"""The kinds of collectives, a class for each, from `Allreduce` to `Alltoall`; and `Barrier`, `Join`
-and `ProcessSetChange`, which have no tensors.
+"""The kinds of collectives, a class for each: `Allreduce` to `Alltoall`, `Barrier`, `Join`.
 
 Which method is asked by whom, and what it says by default, is in their base, `HorovodCollective`.
 """

@@ -1,6 +1,4 @@
-"""What goes in and out of a collective: the caller's `HorovodRequest` and `Handle`, and `Response`,
-what all ranks have come to.
-"""
+"""`HorovodRequest` and `Handle` of a collective's caller, and `Response`, which all ranks get."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`World`, the interface of the three kinds of ranks: the devices of one process (`ranks.devices`),
-processes (`ranks.several`) and threads (`ranks.threads`).
-"""
+"""`World`, the interface of the three kinds of ranks: devices, processes and threads."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.torch_private import HigherOrderOperator
+from xla_dtensor.base.torch_private.attributes import (
+    explicit_redistribution,
+    record_call,
+    record_result,
+)
 from xla_dtensor.errors import PlacementError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -38,10 +44,8 @@ def install() -> None:
     on_import(torch_private.DTENSOR_UTILS, _hook_explicit)
 
 
-def _is_ours(types: Any) -> bool:
-    from xla_dtensor.tensors.base import TensorMethods
-
-    return any(issubclass(t, TensorMethods) for t in types)
+def _any_ours(types: Any) -> bool:
+    return any(issubclass(t, OurTensor) for t in types)
 
 
 def _start(self: Any, watch: Any) -> None:
@@ -101,7 +105,7 @@ def _operation_in_comm_mode(original: Any, args: Any, kwargs: Any) -> Any:
     """Note an operation on our tensors in the mode's list; what it communicates is told while it
     runs. Of a collective on per-device tensors, too, or it would count twice."""
     mode, func, types, *rest = args
-    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _any_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}
@@ -153,16 +157,16 @@ def _show(mode: Any, argument: int | str, source: Any, target: Any) -> None:
 def _operation_in_debug_mode(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
     """A line for an operation on our tensors, as for one on DTensors."""
     mode, func, types, *rest = args
-    if isinstance(func, HigherOrderOperator) or not _is_ours(types):
+    if isinstance(func, HigherOrderOperator) or not _any_ours(types):
         return original(*args, **kwargs)
     given = rest[0] if rest else kwargs.get("args", ())
     named = (rest[1] if len(rest) > 1 else kwargs.get("kwargs")) or {}
     stack = mode.record_stack_trace
     call = module["_OpCall"](func, given, named, mode.call_depth, stack=stack)
     module["_run_dispatch_pre_log_hooks"](call, func, types, given, named)
-    mode._record_call(call)
+    record_call(mode, call)
     result = func(*given, **named)
-    mode._record_call_output(call, result)
+    record_result(mode, call, result)
     module["_run_dispatch_hooks"](call, func, types, given, named, result)
     return result
 
@@ -187,10 +191,11 @@ def _enter_explicit(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
 def _observe(module: Any, name: str, redistributions: Any, mesh: Any) -> None:
     """As the context does for DTensors: raise, or warn, if the innermost context of the thread
     forbids what is about to be redistributed."""
-    active = getattr(module["ExplicitRedistributionContext"]._local, "_active", None)
-    if active is None or not getattr(active, "_enable", True):
+    active = explicit_redistribution(module["ExplicitRedistributionContext"])
+    if active is None:
         return
-    if not getattr(active, "_strict", False):
+    is_strict, raises = active
+    if not is_strict:
         redistributions = [
             each
             for each in redistributions
@@ -203,6 +208,6 @@ def _observe(module: Any, name: str, redistributions: Any, mesh: Any) -> None:
         f"active: on {mesh!r} it wants {'; '.join(map(str, redistributions))}. Call "
         "x.redistribute(placements=...) before it"
     )
-    if getattr(active, "_raise_on_redistribution", True):
+    if raises:
         raise PlacementError(text)
     module["logger"].warning(text)

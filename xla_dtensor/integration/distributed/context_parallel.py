@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import sequence_order, torch_private
+from xla_dtensor.base.torch_private.attributes import custom_op_handlers, indices_dealt
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
@@ -54,7 +55,7 @@ def _hook(module: Any) -> None:
 
     def order() -> Hashable:
         # torch's handlers of attention on DTensors are in use between enable and disable.
-        handlers: Any = torch_private.op_dispatcher._custom_op_handlers
+        handlers: Any = custom_op_handlers(torch_private.op_dispatcher)
         balanced = torch_private.context_parallel_options.enable_load_balance
         if handlers is module.existing_custom_ops or not balanced:
             return None
@@ -71,7 +72,7 @@ def _remember(original: Any, args: Any, kwargs: Any) -> Any:
         if type(balancer).__name__ in ("NoneType", "_HeadTailLoadBalancer"):
             _dealt = _HEAD_TAIL
         else:
-            _dealt = _Balancer(balancer._generate_indices())
+            _dealt = _Balancer(indices_dealt(balancer))
     return original(*args, **kwargs)
 
 

@@ -78,7 +78,7 @@ def _describe(original: Any, args: Any, kwargs: Any) -> Any:
 def _composed(name: str, original: Any, args: Any, kwargs: Any) -> Any:
     module = args[0] if args else kwargs.get("module")
     mesh = kwargs.get("mesh", kwargs.get("device_mesh"))
-    if not _is_ours(module, mesh):
+    if not _is_for_xla(module, mesh):
         return original(*args, **kwargs)
     from xla_dtensor import parallel
 
@@ -87,7 +87,7 @@ def _composed(name: str, original: Any, args: Any, kwargs: Any) -> Any:
     return getattr(parallel, name)(*args, **kwargs)
 
 
-def _is_ours(module: Any, mesh: Any) -> bool:
+def _is_for_xla(module: Any, mesh: Any) -> bool:
     """Whether the mesh is an xla mesh, or without one the module is on xla devices."""
     if mesh is not None:
         return getattr(mesh, "device_type", None) == "xla"
@@ -115,7 +115,7 @@ def _share(original: Any, args: Any, kwargs: Any) -> Any:
 def _refuse_first_fsdp(original: Any, args: Any, kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     group, mesh = given.get("process_group"), given.get("device_mesh")
-    if _is_ours(given["module"], mesh if mesh is not None else group):
+    if _is_for_xla(given["module"], mesh if mesh is not None else group):
         raise UnsupportedOpError(
             "FullyShardedDataParallel of a module on xla devices: use fully_shard(module, "
             "mesh=mesh[dim]), torch's newer form of it, or xla_dtensor.fully_shard"
@@ -131,7 +131,7 @@ def _wrap(signature: inspect.Signature, original: Any, args: Any, kwargs: Any) -
     bound.apply_defaults()
     given = bound.arguments
     mesh, group = given.get("device_mesh"), given.get("process_group")
-    if not _is_ours(given["module"], mesh if mesh is not None else _with_a_device(group)):
+    if not _is_for_xla(given["module"], mesh if mesh is not None else _with_a_device(group)):
         return original(*args, **kwargs)
     install_for_modules()
     from xla_dtensor.parallel import distributed_data_parallel

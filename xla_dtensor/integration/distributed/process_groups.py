@@ -139,7 +139,7 @@ def _destroy(original: Any, args: Any, kwargs: Any) -> Any:
 
 def _call(name: str, signature: inspect.Signature, original: Any, args: Any, kwargs: Any) -> Any:
     """A call of the function ``name``: ours, if its group or a tensor is."""
-    if not _may_be_ours(args, kwargs):
+    if not _names_xla(args, kwargs):
         return original(*args, **kwargs)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -188,7 +188,7 @@ def _of_tensors(group: Any, arguments: _Arguments) -> Any:
     return group.within(None)
 
 
-def _may_be_ours(args: Any, kwargs: Any) -> bool:
+def _names_xla(args: Any, kwargs: Any) -> bool:
     """Whether there is a tensor or a group of ours, without loading what knows them."""
     if is_default():
         return True

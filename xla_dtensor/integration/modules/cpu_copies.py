@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
-from xla_dtensor.integration.patching.ours import is_ours
 from xla_dtensor.integration.patching.take_over import take_over
 
 
@@ -80,7 +81,7 @@ def _on_cpu(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         memo = {
             id(tensor): _copy(tensor, f"{type(inner).__name__}.{name}")
             for inner in value.modules()
-            for own in (inner._parameters, inner._buffers, vars(inner))
+            for own in (parameters_of(inner), buffers_of(inner), vars(inner))
             for name, tensor in own.items()
             if is_ours(tensor)
         }

@@ -21,6 +21,8 @@ from torch.nn.parameter import (
     is_lazy,
 )
 
+from xla_dtensor.base.torch_private.attributes import buffers_of, parameters_of
+
 _MARK = "_xla_dtensor_waits"
 
 
@@ -40,7 +42,7 @@ def set_aside(module: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -
     ``move`` is to be applied to, which they have been told of; by dict and name."""
     found = [
         (own, name, tensor, move(torch.empty(0, dtype=tensor.data.dtype, device="cpu")))
-        for own in (module._parameters, module._buffers)
+        for own in (parameters_of(module), buffers_of(module))
         for name, tensor in own.items()
         if is_lazy(tensor)
     ]

@@ -16,6 +16,7 @@ import torch
 
 from xla_dtensor.base import map_location as base
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private.attributes import cpp_address, untyped_storage_of
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -126,7 +127,7 @@ class _Place:
     def _restore(self, storage: Any, location: str) -> Any:
         if self.is_xla(location):
             assert _moved.storages is not None
-            _moved.storages[storage._cdata] = _OnItsWay(storage)
+            _moved.storages[cpp_address(storage)] = _OnItsWay(storage)
             return storage
         given = self._given.get(location, location) if isinstance(self._given, dict) else location
         return torch.serialization.default_restore_location(storage, str(given))
@@ -146,11 +147,11 @@ def _is_xla(device: Any) -> bool:
 def _moving(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def rebuild(storage: Any, offset: Any, size: Any, stride: Any) -> Any:
-        entry = (_moved.storages or {}).get(storage._untyped_storage._cdata)
+        entry = (_moved.storages or {}).get(cpp_address(untyped_storage_of(storage)))
         if entry is None:
             return original(storage, offset, size, stride)
         moved = entry.tensors.get(storage.dtype)
-        numel = storage._untyped_storage.nbytes() // storage.dtype.itemsize
+        numel = untyped_storage_of(storage).nbytes() // storage.dtype.itemsize
         whole = offset == 0 and torch.Size(size).numel() == numel and _is_dense(size, stride)
         with torch.no_grad():
             if moved is None:

@@ -20,6 +20,8 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.ours import is_ours
+from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.integration.modules import lazy as lazy_modules
 
 
@@ -49,16 +51,18 @@ def install() -> None:
     @functools.wraps(original)
     def apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> nn.Module:
         lazy = lazy_modules.set_aside(self, fn)
-        before = {key: p for key, p in self._parameters.items() if p is not None}
+        before = {key: p for key, p in parameters_of(self).items() if p is not None}
         outermost = _moved.by_id is None
         if outermost:
             _moved.by_id = {}
         try:
             result = original(self, fn, *args, **kwargs)
             for key, parameter in before.items():
-                now = self._parameters[key]
-                if now is not None and now is not parameter and _is_ours(now, parameter):
-                    self._parameters[key] = _same(parameter, now)
+                now = parameters_of(self)[key]
+                if now is None or now is parameter:
+                    continue
+                if "xla" in (now.device.type, parameter.device.type):
+                    parameters_of(self)[key] = _same(parameter, now)
         finally:
             lazy_modules.put_back(lazy)
             if outermost:
@@ -77,13 +81,9 @@ def _but_ours(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
     model whose last loss somebody keeps."""
 
     def wraps_others(tensor: Any) -> bool:
-        return is_wrapper(tensor) and not hasattr(tensor, "_storage_")
+        return is_wrapper(tensor) and not is_ours(tensor)
 
     return wraps_others
-
-
-def _is_ours(*tensors: torch.Tensor) -> bool:
-    return any(tensor.device.type == "xla" for tensor in tensors)
 
 
 def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:

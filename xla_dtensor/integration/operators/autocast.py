@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import DispatchKey, DispatchKeySet, pytree, without_keys
+from xla_dtensor.base.torch_private.attributes import schema_of
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -138,7 +139,7 @@ def _through_float32(func: Any, first: torch.Tensor, *args: Any, **kwargs: Any) 
 
 def _with_float32_result(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation computes in float32 by itself, if it is asked for such a result."""
-    position = [a.name for a in func._schema.arguments].index("dtype")
+    position = [a.name for a in schema_of(func).arguments].index("dtype")
     given = args[position] if position < len(args) else kwargs.get("dtype")
     if given is not None or not _is_eligible(args[0]):
         return func(*args, **kwargs)
@@ -159,7 +160,7 @@ def _in_widest(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _norm(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.name().removeprefix("aten::")
     dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
-    rest = [kwargs.get(a.name, a.default_value) for a in func._schema.arguments[len(args) :]]
+    rest = [kwargs.get(a.name, a.default_value) for a in schema_of(func).arguments[len(args) :]]
     return _overload(NORMS[name])(*args, *rest, dtype=dtype)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.integration.distributed.context_parallel import causal_mask
 from xla_dtensor.integration.operators import flash_attention, recurrent
 from xla_dtensor.integration.operators.flash_attention import Attention
@@ -83,7 +84,7 @@ def _check_leaves(name: str, *tensors: torch.Tensor | None) -> None:
     """Below an autograd function, dispatch can't tell whether gradients will be asked for."""
     if torch.is_grad_enabled():
         for tensor in tensors:
-            if tensor is not None and not hasattr(tensor, "_storage_"):
+            if tensor is not None and not is_ours(tensor):
                 from xla_dtensor.dispatch import refuse_cpu_leaf
 
                 refuse_cpu_leaf(name, tensor)
@@ -97,9 +98,8 @@ def tensor_split(
 ) -> list[torch.Tensor]:
     """``torch.tensor_split`` at places in a tensor, which torch reads on the CPU alone."""
     from xla_dtensor.dispatch.host_copies import to_cpu
-    from xla_dtensor.tensors.of_form import Ours
 
-    if isinstance(tensor_indices_or_sections, Ours):
+    if is_ours(tensor_indices_or_sections):
         tensor_indices_or_sections = to_cpu(tensor_indices_or_sections)
     func = torch.ops.aten.tensor_split.tensor_indices_or_sections
     return func.decompose(self, tensor_indices_or_sections, dim)

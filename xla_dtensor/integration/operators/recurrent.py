@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from xla_dtensor.base.torch_private import DispatchKey
+from xla_dtensor.base.torch_private.attributes import kernel_of
 from xla_dtensor.integration.operators.autocast import cast
 from xla_dtensor.integration.patching.calls import are_others, dispatched, is_transformed
 
@@ -299,7 +300,7 @@ def _kernel(mode: str, packed: bool) -> Callable[..., Any]:
         if is_transformed():
             return func.decompose(x, *rest)  # in Python, of what has a forward derivative
         if not plain or are_others(x, *states, *params) or not _fits(*every):
-            return func._op_dk(DispatchKey.CompositeImplicitAutograd, x, *rest)
+            return kernel_of(func, DispatchKey.CompositeImplicitAutograd)(x, *rest)
         found = _layers(
             *(mode, steps, batch_sizes, states, params),
             *(dropout if train else 0.0, bidirectional, has_biases),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import thread_state, torch_private
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.integration.patching.on_import import on_import
-from xla_dtensor.integration.patching.ours import is_ours
 from xla_dtensor.integration.patching.take_over import take_over
 
 _Tensor: Any = torch.Tensor

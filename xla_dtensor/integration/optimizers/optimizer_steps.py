@@ -22,7 +22,9 @@ from torch.optim.optimizer import Optimizer
 
 from xla_dtensor.base import executor, interrupts, thread_state, torch_private
 from xla_dtensor.base.numbers.number_functions import larger, smaller
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import OPTIMIZER_FUNCTIONS, set_version_counter
+from xla_dtensor.base.torch_private.attributes import set_scripted_as
 from xla_dtensor.runtime import abstract
 
 _SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
@@ -162,7 +164,7 @@ def _whole(step: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         groups = optimizer.param_groups
         # A look at each group is enough: torch's optimizers want them on one device.
-        ours = any(g["params"] and hasattr(g["params"][0], "_storage_") for g in groups)
+        ours = any(g["params"] and is_ours(g["params"][0]) for g in groups)
         if not ours or executor.trace() is not None or abstract.current() is not None:
             return step(optimizer, *args, **kwargs)
         if not interrupts.ready():
@@ -209,7 +211,7 @@ def _updating(function: Callable[..., None], of_lists: bool) -> Callable[..., No
             _traced(function, params, *args, **kwargs)
             return
         under_way = _current.step
-        ours = of_lists and params and hasattr(params[0], "_storage_")
+        ours = of_lists and params and is_ours(params[0])
         if not ours or abstract.current() is not None:
             _begin(function, params, *args, **kwargs)
             if under_way is not None and params:
@@ -228,10 +230,7 @@ def _updating(function: Callable[..., None], of_lists: bool) -> Callable[..., No
                 _begin(function, some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
-    # TorchScript takes `function`, as of `torch.jit.script_if_tracing`'s: torch.distributed.optim
-    # is scripted when it is imported.
-    scripted: Any = update
-    scripted.__original_fn, scripted.__script_if_tracing_wrapper = function, True
+    set_scripted_as(update, function)  # torch.distributed.optim is scripted when it is imported
     return update
 
 
@@ -255,7 +254,7 @@ def _begin(
     if options["momentum"] == 0 or options["dampening"] != 0:
         return
     missing = [i for i, buffer in enumerate(buffers) if buffer is None]
-    if any(not hasattr(grads[i], "_storage_") or grads[i]._form.unreduced for i in missing):
+    if any(not is_ours(grads[i]) or grads[i]._form.unreduced for i in missing):
         return
     for i in missing:
         buffers[i] = torch.zeros_like(grads[i])
@@ -292,7 +291,7 @@ def _can_be_fused(function: Callable[..., None], options: dict[str, Any], lists:
     params, *alike, _, steps = lists[:6]
     # After ``model.half()`` torch has an error for state of another dtype.
     same = all(len({t.dtype for t in each}) == 1 for each in zip(params, *alike, strict=True))
-    return same and all(hasattr(step, "_storage_") for step in steps)
+    return same and all(is_ours(step) for step in steps)
 
 
 def _by_devices(params: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:

@@ -23,6 +23,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
+from xla_dtensor.base.jax_private import hlo_sharding_of
 from xla_dtensor.lowering.context import here
 from xla_dtensor.lowering.partitioned.named import Partition
 from xla_dtensor.lowering.partitioned.scatter import is_inside
@@ -133,7 +134,7 @@ def _of_rank(x: jax.Array, rank: int) -> jax.Array:
 def _only_leading(sharding: Any, lead: int, mesh: Mesh) -> Any:
     """A `GSPMDSharding` with the dims after the leading ones whole: tiles of those become copies,
     on the devices that come last in the order of the tiles as they are."""
-    tiled = sharding._hlo_sharding.to_proto()
+    tiled = hlo_sharding_of(sharding).to_proto()
     tiles = list(tiled.tile_assignment_dimensions)
     copies = math.prod(tiles[lead:])
     if copies == 1:

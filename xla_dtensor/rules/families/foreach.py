@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_dtensor.base.torch_private import OpOverload
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.rules.alternatives import Merged, merge
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.families.pointwise import elementwise_alternatives, partial_alternatives
@@ -14,7 +15,7 @@ from xla_dtensor.rules.registry import FOREACH, Rule, register_kind
 
 
 def foreach_rule(func: OpOverload) -> Rule | None:
-    name = func._schema.name.split("::")[1]
+    name = schema_of(func).name.split("::")[1]
     if name.startswith("_fused_"):
         return fused_optimizer
     if name.removesuffix("_") == "_amp_foreach_non_finite_check_and_unscale":

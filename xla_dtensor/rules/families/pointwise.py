@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.rules.alternatives import Alternative, Merged
 from xla_dtensor.rules.call import Call
 from xla_dtensor.rules.merging import REPLICATE, TensorInfo
@@ -135,7 +136,7 @@ def pointwise_rule(call: Call) -> Merged | None:
     options = elementwise_alternatives(call.tensors, call.n_outputs)
     # Another library's op may have the name of one of torch's, and be another function.
     known = call.func.namespace in ("aten", "prims")
-    if known and call.func._overloadname not in ROUNDING_DIVISIONS:
+    if known and schema_of(call.func).overload_name not in ROUNDING_DIVISIONS:
         options += partial_alternatives(call.name, len(call.tensors), call.n_outputs)
     merged = call.merge(options)
     # A second output may be a buffer of no particular shape.

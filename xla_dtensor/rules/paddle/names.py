@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_dtensor.base.torch_private import OpOverload, pytree
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call, OutShapes, bind
 from xla_dtensor.rules.infer import ask, infer
@@ -158,7 +159,7 @@ def rule_of_name(name: str) -> Rule | None:
     if func is None or rule is None:
         return None
     named = rule
-    arguments = [a for a in func._schema.arguments if not a.is_out]
+    arguments = [a for a in schema_of(func).arguments if not a.is_out]
 
     def reused(call: Call) -> Merged | None:
         names = [a.name for a in arguments]
@@ -248,7 +249,7 @@ class SpmdRule:
 
         The arguments' own shardings count for nothing.
         """
-        count = len(self.func._schema.returns)
+        count = len(schema_of(self.func).returns)
         tensors = [i for i, arg in enumerate(args) if _is_tensors(arg)]
         given = tensors[len(tensors) - count :] if count <= len(tensors) else []
         outputs = pytree.tree_leaves([args[i] for i in given])

@@ -24,7 +24,7 @@ from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.tensors.marked_tensor import MarkedTensor, shard_in_place, unshard_in_place
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
 
 
@@ -65,7 +65,7 @@ def mark_sharding(t: torch.Tensor, mesh: DeviceMesh, partition_spec: PartitionSp
 
 def lay_out(t: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], call: str) -> None:
     """Give a tensor a layout, in place."""
-    if not isinstance(t, Ours):
+    if not is_ours(t):
         raise TypeError(
             f"{call} of a tensor of shape {list(t.shape)} on {t.device}: bring it to the devices "
             "first, t = t.to(xm.xla_device()), or make another one by distribute_tensor"

@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from torch.distributed.device_mesh import DeviceMesh
 
 from xla_dtensor import mesh as meshes
+from xla_dtensor.base.torch_private.attributes import layout_of_mesh
 from xla_dtensor.compat.torch_xla import runtime
 from xla_dtensor.compat.torch_xla.errors import SpmdError
 from xla_dtensor.mesh import XLADeviceMesh
@@ -82,7 +83,7 @@ class Mesh(XLADeviceMesh):
     def shape(self) -> Any:
         """The sizes of the axes, a tuple; called, an ``OrderedDict`` by name, or by number if they
         have no names."""
-        sizes = _Shape(self._layout.top_level_sizes)
+        sizes = _Shape(layout_of_mesh(self).top_level_sizes)
         names = self.mesh_dim_names or range(len(sizes))
         sizes.named = OrderedDict(zip(names, sizes, strict=True))
         return sizes

@@ -21,12 +21,12 @@ from xla_dtensor.checkpoint.stand_ins import (
     replaced,
     saved,
 )
-from xla_dtensor.tensors.of_form import Ours
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def _is_sharded(value: Any) -> bool:
     """Whether no device of this process has all of it."""
-    if not isinstance(value, StandIn | Ours):
+    if not (isinstance(value, StandIn) or is_ours(value)):
         return False
     own = value.own if isinstance(value, StandIn) else own_chunks(value._form)
     return any(chunk.sizes != tuple(own.size) for chunk in own.chunks)

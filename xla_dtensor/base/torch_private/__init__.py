@@ -2,23 +2,21 @@
 
 Nothing else in the package names something private of torch's.
 Where a public name would do, the comment says which; most have none. Values of other modules that
-change are asked for by the functions below. Not here: operators (``torch.ops.aten._to_copy``,
-``torch._foreach_add_``), and attributes of objects. `tests/base/test_private_apis.py` finds out
-whether a version has them all.
+change are asked for by the functions below, attributes of objects by those of `attributes.py`. Not
+here: operators (``torch.ops.aten._to_copy``, ``torch._foreach_add_``).
+`tests/base/test_private_apis.py` finds out whether a version has them all.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
-from xla_dtensor.base.borrowed import Borrowed
+from xla_dtensor.base.tables.borrowed import Borrowed
 
 NAMES = {
     # --- nested arguments ---
@@ -363,36 +361,3 @@ OUT_FORGOTTEN = (
 # Before torch 2.13, DTensor's C++ fast path took over for subclasses of DTensor too, and never
 # called their ``__torch_dispatch__``.
 SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
-
-
-def layout_pieces(mesh: DeviceMesh) -> list[list[tuple[int, int]]]:
-    """Per mesh dim its (size, stride) pieces in the root's flat device list, major to minor.
-
-    torch >= 2.13 keeps a canonical layout object per mesh dim; before, the mesh's layout had nested
-    ``shape`` and ``stride`` tuples.
-    """
-    return _pieces(mesh._layout)
-
-
-def layout_sizes(layout: Any) -> list[int]:
-    """Per mesh dim of a mesh's layout its size."""
-    return [math.prod(size for size, _ in pieces) for pieces in _pieces(layout)]
-
-
-def _pieces(layout: Any) -> list[list[tuple[int, int]]]:
-    if hasattr(layout, "axes"):
-        return [list(zip(axis.shape, axis.stride, strict=True)) for axis in layout.axes]
-    return [
-        list(zip(_flat(shape), _flat(stride), strict=True))
-        for shape, stride in zip(_as_tuple(layout.shape), _as_tuple(layout.stride), strict=True)
-    ]
-
-
-def _as_tuple(x: object) -> tuple:
-    return x if isinstance(x, tuple) else (x,)
-
-
-def _flat(x: object) -> list[int]:
-    if isinstance(x, tuple):
-        return [leaf for item in x for leaf in _flat(item)]
-    return [x]  # type: ignore[list-item]
