@@ -1,8 +1,8 @@
 """The executor of this thread: the top of a stack of objects that run operations.
 
 Operations run where they stand, wait to be launched together, become part of a step's program, or
-run on nothing at all (``xd.abstract``). Nobody asks which of these it is: whoever works with
-storages tells the executor, and whoever needs a value asks it. The executors themselves are in
+run on nothing at all (``xd.abstract``). Few ask which of these it is (`tests/test_layers.py`):
+whoever works with storages tells the executor, and whoever needs a value asks it. They are in
 `xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace.step_trace`.
 """
 
