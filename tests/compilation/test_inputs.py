@@ -450,3 +450,28 @@ def test_a_zero_and_its_negative_are_different_arguments() -> None:
     x = torch.ones(2, device="xla")
     assert step(x, 0.0).cpu().tolist() == [float("inf")] * 2
     assert step(x, -0.0).cpu().tolist() == [-float("inf")] * 2
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_fused_function_on_the_cpu(as_tensor: bool) -> None:
+    """Of a user's own optimizer: the host computes it in each call."""
+
+    def make() -> tuple[torch.Tensor, Any]:
+        p, g, m = torch.ones(3), torch.ones(3), torch.zeros(3)
+
+        def step(x: torch.Tensor, lr: Any) -> torch.Tensor:
+            torch._fused_sgd_(
+                [p], [g], [m], weight_decay=0.01, momentum=0.9, lr=lr, dampening=0.0,
+                nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
+            return x + 1
+
+        return p, step
+
+    (expected, plain), (p, step) = make(), make()
+    compiled, x = xd.compile(step), torch.ones(2).to("xla")
+    for number in (0.1, 0.2, 0.3):
+        lr = torch.tensor(number) if as_tensor else number
+        plain(x, lr)
+        compiled(x, lr)
+    torch.testing.assert_close(p, expected)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.optim import adam
 
+import xla_dtensor as xd
 from tests.dispatch.launches import launches
 from xla_dtensor.execution import batch
 
@@ -205,3 +207,26 @@ def test_closures_hooks_and_gradient_scaling(mesh_2x4: DeviceMesh) -> None:
     torch.testing.assert_close(result.detach().cpu(), expected.detach())
     both.check()
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_wrapper_of_the_users_around_ours(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """A profiler's, say. (In a compiled step Adam's update is torch's fused function itself.)"""
+    inner = adam._fused_adam
+    monkeypatch.setattr(adam, "_fused_adam", lambda *args, **kwargs: inner(*args, **kwargs))
+    weight, x = torch.randn(4, 3), torch.randn(2, 4)
+    values = []
+    for device in ("cpu", "xla"):
+        w = weight.clone().to(device).requires_grad_()
+        optimizer = torch.optim.AdamW([w], lr=0.1, fused=fused)
+
+        def step(x: torch.Tensor, w: Any = w, optimizer: Any = optimizer) -> None:
+            (x @ w).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = xd.compile(step) if device == "xla" else step
+        for _ in range(2):
+            run(x.to(device))
+        values.append(w.detach().cpu())
+    torch.testing.assert_close(values[1], values[0])

@@ -49,7 +49,7 @@ def test_growing_while_others_share_the_memory(mesh_2x4: DeviceMesh, name: str) 
         x.resize_(8, 2)
     assert other is not None and x.shape == (4, 2)
     del other
-    x._local = None  # x's own hold on what to_local() returned
+    x._xla_local = None  # x's own hold on what to_local() returned
     gc.collect()
     assert x.resize_(8, 2).cpu()[:4].tolist() == [[1.0, 1.0]] * 4
 

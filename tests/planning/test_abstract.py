@@ -139,6 +139,7 @@ def test_what_has_no_value_prints_its_shape() -> None:
     x = xd.distribute_tensor(torch.randn(8, 16), make_mesh(), [xd.Shard(0), xd.Replicate()])
     assert "shape=[8, 16], dtype=torch.float32" in str(x)
     assert "shape=[]" in f"{x.sum()}"
+    assert x[torch.tensor(1).to("xla")].shape == (16,)  # as in a compiled step
 
 
 @pytest.mark.usefixtures("block")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.data import default_collate
 
 import xla_dtensor as xd
@@ -310,3 +311,42 @@ def test_refused() -> None:
     for cls in (int, 3):
         with pytest.raises(TypeError, match=r"derives from torch\.Tensor"):
             x.as_subclass(cls)  # type: ignore[arg-type]
+
+
+# What a step reads is found by the names in its code.
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "_grad_hook": lambda x: x * x._grad_hook,
+    "_cache": lambda x: x * x._cache,
+    "_local": lambda x: x * x._local,
+    "_alive": lambda x: x * x._alive,
+    "_kept": lambda x: x * x._kept,
+    "tag": lambda x: x * x.tag,
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_attributes_of_the_users_are_theirs(name: str) -> None:
+    """Copied with the tensor, and compared by the steps that read them."""
+    w = torch.ones(3).to("xla")
+    setattr(w, name, 1)
+    assert getattr(copy.deepcopy(w), name) == 1
+    step = xd.compile(STEPS[name])
+    assert step(w).tolist() == [1, 1, 1]
+    setattr(w, name, 5)
+    assert step(w).tolist() == [5, 5, 5] and w[1:].tolist() == [1, 1]
+
+
+def test_a_hook_that_its_tensor_keeps(mesh_2x4: DeviceMesh) -> None:
+    w = xd.distribute_tensor(torch.ones(4, 4), mesh_2x4, [Shard(0), Replicate()]).requires_grad_()
+    w._grad_hook = w.register_hook(lambda grad: grad * 2)
+
+    def step() -> None:
+        (w * 1.0).sum().backward()
+
+    run, found = xd.compile(step), []
+    for _ in range(2):
+        run()
+        found.append(w.grad.full_tensor().sum().item())
+        w.grad = None
+        w._grad_hook.remove()
+    assert found == [32, 16]

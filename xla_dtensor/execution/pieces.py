@@ -339,7 +339,7 @@ def _cut(
 def _may_have_effects(operation: BatchOperation) -> bool:
     """Whether it may be something besides its values: code of the user's."""
     run = getattr(operation, "run", None)
-    return run is not None and not run.is_ours
+    return run is not None and not run.is_lowering
 
 
 def _are_apart(before: Entry, entry: Entry) -> bool:

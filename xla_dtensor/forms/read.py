@@ -39,12 +39,12 @@ def read(tensor: Any) -> Any:
         return read_through(base, storage.form, steps)
     if not steps:
         return storage.array
-    cache = tensor._cache
+    cache = tensor._xla_cache
     if cache is not None and cache[0] == storage.version:
         return cache[1]
     with launching():
         array = read_view(storage.form, steps, tensor._form, storage.array)
-        tensor._cache = (storage.version, array)
+        tensor._xla_cache = (storage.version, array)
     return array
 
 

@@ -92,7 +92,7 @@ class _Viewers:
     # Called for every view, so without a lock: list.append is atomic, and the rest of the list
     # stays in place meanwhile.
     def add(self, tensor: Any) -> None:
-        tensor._alive = token = _Alive()
+        tensor._xla_alive = token = _Alive()
         tokens = self._tokens
         tokens.append(weakref.ref(token))
         if len(tokens) >= self._full:
@@ -103,7 +103,7 @@ class _Viewers:
                 self._full = max(16, 2 * len(tokens))
 
     def others(self, tensor: Any) -> bool:
-        own = tensor._alive
+        own = tensor._xla_alive
         return self._unknown or any(token() not in (None, own) for token in self._tokens)
 
     def __len__(self) -> int:

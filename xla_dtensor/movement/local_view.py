@@ -302,7 +302,7 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
     recording = torch.is_grad_enabled() and tensor.requires_grad
     form = tensor._form.on_current_frame()
     key = (tensor._storage_.version, form, grad_placements, recording)
-    known = tensor._local
+    known = tensor._xla_local
     if known is not None and known[0] == key:
         local = known[1]()
         # Reuse it unless it was changed in place (t_, requires_grad_, ...).
@@ -312,18 +312,18 @@ def to_local(tensor: XLAShardedTensor, grad_placements: Sequence[Placement] | No
     local = view.apply(tensor, grad_placements)
     # A leaf's local tensor refers to the leaf by its grad_fn: a strong reference would be a cycle.
     reference = weakref.ref(local) if recording and tensor.is_leaf else _Strong(local)
-    tensor._local = (key, reference, local._steps)
+    tensor._xla_local = (key, reference, local._steps)
     return local
 
 
 def gives_gradient_as_it_is(tensor: XLAShardedTensor) -> bool:
     """Whether `to_local` was called last without ``grad_placements``."""
-    return tensor._local is None or tensor._local[0][2] is None
+    return tensor._xla_local is None or tensor._xla_local[0][2] is None
 
 
 def last_local(tensor: XLAShardedTensor) -> torch.Tensor | None:
     """The very object that `to_local` gave last, if it still exists."""
-    known = tensor._local
+    known = tensor._xla_local
     return None if known is None else known[1]()
 
 

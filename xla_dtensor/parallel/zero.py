@@ -182,7 +182,7 @@ def _laid_out(value: Any, layout: Layout) -> Any:
 
 def _land(parameter: Any, layout: Layout) -> None:
     """Stage 2's hook in place of the one that brings a gradient to its leaf's layout."""
-    hook = getattr(parameter, "_grad_hook", None)
+    hook = getattr(parameter, "_xla_grad_hook", None)
     if getattr(hook, "of_zero", False):
         return
     if hook is not None:
@@ -191,7 +191,7 @@ def _land(parameter: Any, layout: Layout) -> None:
     is_sharded = isinstance(parameter, XLAShardedTensor)
     handle.layout = (parameter.device_mesh, parameter.placements) if is_sharded else None
     handle.of_zero = True
-    parameter._grad_hook = handle
+    parameter._xla_grad_hook = handle
 
 
 def _sharded_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +270,9 @@ class _Shards:
                 taken = _Taken(parameter, grad, _laid_out(grad, layout))
                 placed = _laid_out(taken.whole, layout)
                 self._taken.append(taken)
-                parameter._grad_hook = _NoGradHook((placed.device_mesh, tuple(placed.placements)))
+                parameter._xla_grad_hook = _NoGradHook(
+                    (placed.device_mesh, tuple(placed.placements))
+                )
                 shard_in_place(parameter, placed)
                 parameter.grad = taken.placed_grad
                 taken.begin()
@@ -307,7 +309,7 @@ class _Taken:
     def __init__(self, parameter: Any, grad: Any, placed_grad: Any) -> None:
         self._parameter, self._grad, self.placed_grad = parameter, grad, placed_grad
         self.whole = parameter.detach()
-        self._grad_hook = getattr(parameter, "_grad_hook", None)
+        self._grad_hook = getattr(parameter, "_xla_grad_hook", None)
         self._version = self._grad_version = 0
         self._updated = self._updated_grad = None
 
@@ -338,7 +340,7 @@ class _Taken:
         if isinstance(self.whole, XLATensor):
             unshard_in_place(parameter, self.whole)
         if self._grad_hook is not None:
-            parameter._grad_hook = self._grad_hook
+            parameter._xla_grad_hook = self._grad_hook
         if not isinstance(self.whole, XLATensor):
             parameter._become(self.whole)
         # None, or another one, is what a hook of the step's has left.

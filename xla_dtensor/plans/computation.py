@@ -54,7 +54,7 @@ class Computation:
 
     Attributes:
         random: whether it draws random numbers.
-        is_ours: whether it runs no code but the package's.
+        is_lowering: whether it runs no code but the package's.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Computation:
         # Only the package's lowerings may be traced once and reused: torch's decompositions call
         # operations that the trace may note, and a user's `jax_function` may differ next time.
         module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
-        self.is_ours = module.startswith("xla_dtensor.lowering.")
+        self.is_lowering = module.startswith("xla_dtensor.lowering.")
         self._known: Any = None
 
     def in_trace(self, trace: Any, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:
         """The same in the trace of a step. Of arrays alone it is traced once: layers alike then
         have their equations from the first one, which takes a fraction of the time."""
         if (
-            not self.is_ours
+            not self.is_lowering
             or self.random
             or self._axes
             or trace.wide is not None  # remembers tracers

@@ -8,18 +8,19 @@ import torch
 
 from xla_dtensor.base import thread_state
 
-# What the classes and DTensor keep on a tensor; other attributes are the user's.
+# What the classes and DTensor keep on a tensor; other attributes are the user's. The names are such
+# as nobody else gives: `weight._grad_hook = weight.register_hook(...)` is a line that people write.
 OWN_ATTRIBUTES = frozenset(
     {
         "_storage_",
         "_steps",
         "_own_form",
-        "_cache",
+        "_xla_cache",
         "_spec",
-        "_grad_hook",
-        "_local",
-        "_alive",
-        "_kept",
+        "_xla_grad_hook",
+        "_xla_local",
+        "_xla_alive",
+        "_xla_kept",
     }
     | {"_summed"}
 )

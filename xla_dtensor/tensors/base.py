@@ -119,8 +119,8 @@ class TensorMethods(HasMemory, OurTensor):
     _storage_: Storage
     _steps: tuple[Step, ...] = ()
     _own_form: Form
-    _cache: Any = None
-    _alive: Any = None  # what tells the storage that the tensor exists, see forms/storage.py
+    _xla_cache: Any = None
+    _xla_alive: Any = None  # what tells the storage that the tensor exists, see forms/storage.py
 
     @staticmethod
     def __new__(
@@ -306,7 +306,7 @@ class TensorMethods(HasMemory, OurTensor):
         if is_ours(value):  # torch moved its own part alone
             value._storage_.introduce(value)
             self._storage_, self._steps = value._storage_, value._steps
-            self._own_form, self._cache = value._own_form, None
+            self._own_form, self._xla_cache = value._own_form, None
             self._storage_.add_viewer(self)
             self._has_become()
 

@@ -32,7 +32,7 @@ class MarkedTensor(TensorMethods, torch.Tensor):
     Made by `shard_in_place`, of an object that exists.
     """
 
-    _local: Any = None
+    _xla_local: Any = None
     _summed: tuple[int, ...] = ()
     _spec: Any = None
 
@@ -96,11 +96,11 @@ def shard_in_place(tensor: Any, sharded: XLAShardedTensor) -> None:
 
 def unshard_in_place(tensor: Any, whole: XLATensor) -> None:
     """The way back from `shard_in_place`, for a `MarkedTensor`."""
-    hook = getattr(tensor, "_grad_hook", None)
+    hook = getattr(tensor, "_xla_grad_hook", None)
     if hook is not None:
         hook.remove()
-        del tensor._grad_hook
+        del tensor._xla_grad_hook
     tensor.__class__ = XLATensor
-    for name in ("_spec", "_local"):
+    for name in ("_spec", "_xla_local"):
         vars(tensor).pop(name, None)
     tensor._become(whole)

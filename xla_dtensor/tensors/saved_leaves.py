@@ -14,7 +14,7 @@ import torch
 
 from xla_dtensor.base.ours import is_ours
 
-_ATTRIBUTE = "_kept"
+_ATTRIBUTE = "_xla_kept"
 
 
 class SavedLeaf:

@@ -71,7 +71,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
 
     __module__ = "torch.xla"  # as `XLATensor` has it
 
-    _local: Any = None  # what to_local() returned last, see movement/local_view.py
+    _xla_local: Any = None  # what to_local() returned last, see movement/local_view.py
     _summed: tuple[int, ...] = ()  # mesh dims over which devices' gradients are added up later
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -79,7 +79,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
         return text_of(self, type(self).__name__, where)
 
     def _has_become(self) -> None:
-        self._local = None  # another part of the same memory may have the same version
+        self._xla_local = None  # another part of the same memory may have the same version
         if self._own_form.spec is not None:
             self._spec = self._own_form.spec
             keep_leaf_gradients_sharded(self)
@@ -296,7 +296,7 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
     """
     if not leaf.is_leaf or not leaf.requires_grad:
         return
-    handle = getattr(leaf, "_grad_hook", None)
+    handle = getattr(leaf, "_xla_grad_hook", None)
     if handle is not None:
         if handle.layout == (leaf.device_mesh, leaf.placements):
             return
@@ -322,8 +322,8 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
             target = targets[source] = source.with_placements(mesh, wanted)
         return backend().to_form(grad, target)
 
-    leaf._grad_hook = leaf.register_hook(land)
-    leaf._grad_hook.layout = mesh, leaf.placements
+    leaf._xla_grad_hook = leaf.register_hook(land)
+    leaf._xla_grad_hook.layout = mesh, leaf.placements
 
 
 DTENSORS = (DTensor, XLAShardedTensor)

@@ -199,7 +199,7 @@ def is_view_by_torch(view: Any, root: Any) -> bool:
 
 def _laid_out(leaf: Any, grad: Any) -> Any:
     """The gradient in its leaf's layout, as the leaf's own hook would give it."""
-    hook = getattr(leaf, "_grad_hook", None)
+    hook = getattr(leaf, "_xla_grad_hook", None)
     hooks = hooks_of_tensor(leaf)
     if hook is None or not hooks or hook.id not in hooks:
         return grad

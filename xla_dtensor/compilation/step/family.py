@@ -76,9 +76,16 @@ class Family:
 
     def candidates(self, arguments: Arguments) -> list[tuple[Arguments, Programs]]:
         """The programs that may run, with the arguments that each of them takes."""
+        # The places that programs take more arguments from, by what tells them from others, those
+        # of the latest first. Programs alone refer to them: to a place belongs an object.
+        places: dict[Any, list[Carried]] = {}
+        for (_, where, _), programs in reversed(self.programs.items()):
+            program = next(iter(programs), None)
+            if program is not None:
+                places.setdefault(where, program.traced.carried)
         found = []
-        for where, places in self._places().items():
-            call = arguments.carrying(places) if places else arguments.given
+        for where, carried in (places or {(): []}).items():
+            call = arguments.carrying(carried) if carried else arguments.given
             if call is not None:
                 found.append((call, self._programs_for(call, where)))
         return found
@@ -104,16 +111,6 @@ class Family:
                     return (call, program), missed
                 missed = missed or mismatch
         return None, missed
-
-    def _places(self) -> dict[Any, list[Carried]]:
-        """The places that programs take more arguments from, by what tells them from others, those
-        of the latest first. Programs alone refer to them: to a place belongs an object."""
-        found: dict[Any, list[Carried]] = {}
-        for (_, where, _), programs in reversed(self.programs.items()):
-            program = next(iter(programs), None)
-            if program is not None:
-                found.setdefault(where, program.traced.carried)
-        return found or {(): []}
 
     def _programs_for(self, call: Arguments, where: Any) -> Programs:
         """Those that take their arguments from ``where``, too, and may run with ``call``."""

@@ -33,6 +33,7 @@ from xla_dtensor.base.numbers.python_numbers import (
 )
 from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
 from xla_dtensor.dispatch import dispatch
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def _same(number: Any, call: tuple[Any, ...]) -> Any:
@@ -244,7 +245,7 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
     if func in MAKERS:
         return _tensor(func, *args, **kwargs)
     fused = FUSED_OPTIMIZERS.get(func)
-    if fused is not None:
+    if fused is not None and any(map(is_ours, args[0] if args else kwargs["self"])):
         # Past C++, which would ask for the numbers; nobody differentiates it.
         by_tensor = isinstance(kwargs["lr"], torch.Tensor)
         return dispatch(fused.tensor_lr if by_tensor else fused.default, args, kwargs)

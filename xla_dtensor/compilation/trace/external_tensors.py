@@ -157,7 +157,7 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
     backward, accumulated = hooks_of_tensor(tensor), hooks_after_accumulation(tensor)
     if not backward and not accumulated:
         return found
-    own = getattr(getattr(tensor, "_grad_hook", None), "id", None)
+    own = getattr(getattr(tensor, "_xla_grad_hook", None), "id", None)
     for name, hooks in (("backward", backward), ("accumulated", accumulated)):
         users = [hook for key, hook in hooks.items() if key != own] if hooks else None
         if users:

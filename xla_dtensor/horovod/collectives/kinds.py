@@ -87,8 +87,13 @@ class _Reducing(HorovodCollective):
     def _check_gradient(self) -> None:
         if self.op not in (Average, Sum):
             raise UnsupportedOpError(
-                f"the gradient of {self.kind} with {self.op!r}: there is one of Average and of Sum"
+                f"the gradient of {_an(self.kind)} with {self.op!r}: there is one of Average and "
+                "of Sum"
             )
+
+
+def _an(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 @dataclass(frozen=True)

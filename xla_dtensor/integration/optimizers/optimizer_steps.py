@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,15 +34,22 @@ _SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
 _MODULES = {f"torch.optim.{name}" for name in OPTIMIZER_FUNCTIONS} | {"torch.optim.adamw"}
 
 
+# torch's functions themselves: what their modules have may be a wrapper of the user's around ours.
+_torchs: dict[str, Callable[..., None]] = {}
+
+
 def install() -> None:
     """Wrap the functions, and the ``step`` of every optimizer class."""
     for module_name, names in OPTIMIZER_FUNCTIONS.items():
         module = importlib.import_module(f"torch.optim.{module_name}")
         for name in names:
             of_lists = not name.startswith("_single_tensor_")
-            setattr(module, name, _updating(getattr(module, name), of_lists))
-        # Adafactor's formula asks Python for the larger of two numbers, which in a trace have none.
-        vars(module).update(min=smaller, max=larger)
+            function = getattr(module, name)
+            _torchs[name] = inspect.unwrap(function)
+            setattr(module, name, _updating(function, of_lists))
+        if module_name == "_adafactor":
+            # Its formula asks Python for the larger of two numbers, which in a trace have none.
+            vars(module).update(min=smaller, max=larger)
     original = Optimizer.profile_hook_step
 
     def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,14 +225,15 @@ def _updating(function: Callable[..., None], of_lists: bool) -> Callable[..., No
             _begin(function, params, *args, **kwargs)
             if under_way is not None and params:
                 under_way.go_on_at_once()
-            with thread_state.tracing:
+            # torch's formulas are others while its flag says that it compiles, in whichever thread.
+            # Those of lists on the CPU aren't, and needn't wait for a trace.
+            with nullcontext() if of_lists else thread_state.tracing:
                 function(params, *args, **kwargs)
             return
         from xla_dtensor.dispatch import batched, writing_down
 
         batch = under_way is not None and under_way.whole
         writing = writing_down(under_way.batch) if batch else batched()  # type: ignore[union-attr]
-        # torch's formulas are others while its flag says that it compiles, in whichever thread.
         with thread_state.tracing, writing:
             for some, some_args, some_kwargs in _by_devices(params, args, kwargs):
                 _bring_together(some, some_args, some_kwargs)
@@ -271,8 +281,8 @@ def _traced(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if _can_be_fused(function, kwargs, args):
             from xla_dtensor.dispatch.shared_memory import count_writes
 
-            fused = function.__globals__["_fused_adam"].__wrapped__
-            fused(*args, **kwargs)
+            # It calls `torch._fused_adam_`, which `compilation/trace/doubles.py` takes past C++.
+            _torchs["_fused_adam"](*args, **kwargs)
             params, _, *state = args[:5]
             count_writes([tensor for some in (params, *state) for tensor in some])
         else:
