@@ -42,6 +42,7 @@ PYTHON = {
 # What we put on objects of others.
 OURS = {
     "_managed": "on a parameter: who manages it (parallel)",
+    "_xla_grad_hook": "on a leaf: the hook that lays its gradient out (tensors)",
     "_zero": "on an optimizer: its sharding (parallel)",
     "_xla_dtensor_rows": "on a torchtitan dispatcher: the rows it has sent",
 }
