@@ -2,8 +2,8 @@
 
 Operations run where they stand, wait to be launched together, become part of a step's program, or
 run on nothing at all (``xd.abstract``). Few ask which of these it is (`tests/test_layers.py`):
-whoever works with storages tells the executor, and whoever needs a value asks it. They are in
-`xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace.step_trace`.
+whoever works with storages tells the executor, and whoever needs a value asks it. The executors
+are in `xla_dtensor.execution`; a step's trace is in `xla_dtensor.compilation.trace.step_trace`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Executor:
         has_values: whether the host can have the values of tensors (once they are computed).
         routes: calls that it takes over before they are taken apart.
         random: the random numbers of the step that is traced (`thread_state.RandomNumbers`).
-        wide: a traced optimizer's scalars in double precision (`thread_state.WideScalars`).
+        wide: a traced optimizer's scalars in double precision (`numbers.wide_scalars`).
         positions: makes views at positions that are inputs (`dispatch.positions.Positions`).
-            These three are None where there is no such thing.
+            These last three are None where there is no such thing.
     """
 
     trace: Any = None

@@ -88,8 +88,12 @@ class Tracing(Running):
 
     def item(self, tensor: Any) -> Any:
         if constant_recipe(tensor) is None:
-            self.refuse(executor.ITEM)
-        return self.on_host(tensor).item()
+            return self.traced_item(tensor)
+        return super().item(tensor)
+
+    def traced_item(self, tensor: Any) -> Any:
+        """`item` of a tensor whose value depends on the program's inputs."""
+        self.refuse(executor.ITEM)
 
     def gave_number(self, number: Any) -> None:
         self.python_numbers.append(weakref.ref(number))

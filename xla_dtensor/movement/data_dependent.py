@@ -35,11 +35,11 @@ from xla_dtensor.tensors.of_form import is_ours
     "aten::allclose.default",
     "aten::repeat_interleave.Tensor",
 )
-def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
     ours = [t for t in _tensors((args, kwargs)) if is_ours(t)]
-    if any(constant_recipe(t) is None for t in ours):
+    if any(constant_recipe(t) is None for t in ours):  # eagerly all, and nothing is refused
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
         hint = "" if instead is None else f" ({instead})"
@@ -67,7 +67,7 @@ _ON_HOST_OUT = {
 @handles(*_ON_HOST_OUT)
 def _on_host_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = kwargs["out"]
-    result = on_host(_ON_HOST_OUT[info_of(func).name], args, {})
+    result = by_cpu_torch(_ON_HOST_OUT[info_of(func).name], args, {})
     if out.dtype != result.dtype:
         raise RuntimeError(
             f"{info_of(func).name}: expected out to have dtype {result.dtype}, not {out.dtype}"
@@ -110,24 +110,28 @@ def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 same: Any = x == x
                 assert_true(same.all(), message)
             return True
-    return on_host(func, args, kwargs)
+    return by_cpu_torch(func, args, kwargs)
 
 
 @handles("aten::repeat_interleave.Tensor", traced=True)
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given it can be traced; eagerly torch also compares that with the values."""
-    return NotImplemented if kwargs.get("output_size") is not None else on_host(func, args, kwargs)
+    return (
+        NotImplemented
+        if kwargs.get("output_size") is not None
+        else by_cpu_torch(func, args, kwargs)
+    )
 
 
 @handles("aten::index.Tensor")
 def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return on_host(func, args, kwargs) if any(map(_is_mask, args[1])) else NotImplemented
+    return by_cpu_torch(func, args, kwargs) if any(map(_is_mask, args[1])) else NotImplemented
 
 
 @handles("aten::index_put.default")
 def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
-        return on_host(func, args, kwargs)
+        return by_cpu_torch(func, args, kwargs)
     return NotImplemented
 
 
@@ -135,7 +139,7 @@ def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
         accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-        out = on_host(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
+        out = by_cpu_torch(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
         return args[0].copy_(out)
     return NotImplemented
 

@@ -5,6 +5,7 @@ No communication is written here: the value is given its new sharding, and XLA m
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -36,19 +37,13 @@ def relayout(tensor: Any, source: Form, target: Form, convert: Any) -> Any:
     if observer is not None:
         observer.relayout(convert, source, target)
 
-    def conversion() -> Conversion:
-        def make() -> Conversion:
-            _agree("converts", source, target)
-            return Conversion(convert, source, target)
-
-        return conversions.get_or_make((convert, source, target), make)
-
     def traced(array: Any) -> Any:
         value = convert(array, source, target)
         if target.sharding is not None:
             value = jax.lax.with_sharding_constraint(value, target.computed_sharding)
         return value
 
+    conversion = functools.partial(_conversion, "converts", convert, source, target)
     return executor.current().convert(tensor, target, conversion, traced)
 
 
@@ -80,7 +75,7 @@ def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
         return constrain(_on_the_way(value, source, target), target)
 
     moved: XLAShardedTensor = executor.current().convert(
-        tensor, target, lambda: same_value(source, target), traced
+        tensor, target, functools.partial(same_value, source, target), traced
     )
     return moved
 
@@ -91,13 +86,20 @@ def same_value(source: Form, target: Form, sharding: Any = None) -> Conversion:
     Args:
         sharding: of the result where it isn't ``target``'s yet.
     """
+    return _conversion("redistributes", _reduced, source, target, sharding)
+
+
+def _conversion(
+    what: str, convert: Any, source: Form, target: Form, sharding: Any = None
+) -> Conversion:
+    """The conversion by ``convert``, made once; ``what`` it does, for processes that must agree."""
 
     def make() -> Conversion:
-        _agree("redistributes", source, target)
-        return Conversion(_reduced, source, target, sharding)
+        _agree(what, source, target)
+        return Conversion(convert, source, target, sharding)
 
     # `sharding` isn't in the key: it is given only where the devices of the forms differ.
-    return conversions.get_or_make((_reduced, source, target), make)
+    return conversions.get_or_make((convert, source, target), make)
 
 
 def _reduced(array: Any, source: Form, target: Form) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -11,6 +10,7 @@ from xla_dtensor.base import interrupts
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
+from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
@@ -76,19 +76,23 @@ def _trace(
     to code that torch calls, for the first time, it may not be the first one. One more may be
     needed for `host_random`, and one where the step's Python can't do with hyperparameters that are
     inputs."""
-    attempt_with = functools.partial(Traced, function, arguments, dynamic, carried, positions)
     fixed = False
     unmet: list[FunctionType] = []
+
+    def attempt_with(recorder: CodeRecorder) -> Traced:
+        start = (function, arguments, dynamic, carried, recorder, fixed, unmet)
+        return Traced(Start(*start), positions)
+
     while True:
         recorder = CodeRecorder()
         attempt = Attempt()
         try:
             try:
-                traced = attempt_with(recorder, fixed, unmet)
+                traced = attempt_with(recorder)
             except MaybeAnotherThread:
                 token = OWN.set(True)
                 try:
-                    traced = attempt_with(recorder, fixed, unmet)
+                    traced = attempt_with(recorder)
                 finally:
                     OWN.reset(token)
         except Exception as error:

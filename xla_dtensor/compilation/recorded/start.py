@@ -36,6 +36,8 @@ class Start:
         unmet: functions that another trace has run, and that nothing leads to.
 
     Attributes:
+        function, recorder, fixed: as given.
+        names_of_carried: what was given as ``carried``.
         roots: where the walk starts, with names for messages.
         executed: the code of installed packages that has run so far.
         watch: what the Python can read.
@@ -67,6 +69,8 @@ class Start:
                 "a compiled step inside of torch.nn.utils.parametrize.cached(): the cache would "
                 "keep what exists only while the step is traced; enter it inside of the step"
             )
+        self.function, self.recorder, self.fixed = function, recorder, fixed
+        self.names_of_carried = carried
         caller = arguments.given
         arguments = caller.without_history()
         pairs = zip(arguments.tensors, caller.tensors, strict=True)

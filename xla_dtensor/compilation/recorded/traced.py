@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import Cuts
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
-from xla_dtensor.compilation.code.installed import CodeRecorder, users_code
+from xla_dtensor.compilation.code.installed import users_code
 from xla_dtensor.compilation.code.threads import none_started
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
@@ -68,27 +67,16 @@ class Traced:
 
     cuts: Cuts | None = None
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        dynamic: frozenset[int],
-        carried: frozenset[str],
-        positions: Positions | None,
-        recorder: CodeRecorder,
-        fixed: bool,
-        unmet: Sequence[FunctionType],
-    ) -> None:
-        start = Start(function, arguments, dynamic, carried, recorder, fixed, unmet)
-        self.names_of_carried, self.fixed = carried, fixed
+    def __init__(self, start: Start, positions: Positions | None) -> None:
+        self.names_of_carried, self.fixed = start.names_of_carried, start.fixed
         self.dynamic, self.carried = start.dynamic, start.carried
         self.kept: frozenset[str] = frozenset()
         self._roots, self._executed, self._call = start.roots, start.executed, start.call
-        self._begin(start, positions, recorder)
+        self._begin(start, positions)
         try:
-            closed = self._run(function, start, recorder)
+            closed = self._run(start)
             self._keep_tensors(start)
-            self._look_at_what_ran(start, recorder)
+            self._look_at_what_ran(start)
             self.frame = self.trace.frame
             self.jaxpr = jax_private.jaxpr_of(closed)
             self.inputs = TracedInputs(self.outputs, start.arguments, self.watch, closed.consts)
@@ -96,14 +84,14 @@ class Traced:
             self._abandon(start.surroundings)
             raise
 
-    def _begin(self, start: Start, positions: Positions | None, recorder: CodeRecorder) -> None:
+    def _begin(self, start: Start, positions: Positions | None) -> None:
         """Make what is told while the step's Python runs."""
         watch, arguments = start.watch, start.arguments
         reached, names = watch.reached, watch.names
         self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
         trace.positions = positions
         self.schedulers = DeferredSchedulers()
-        recorder.feeds = watch.feeds_users
+        start.recorder.feeds = watch.feeds_users
         self.hooks = OptimizerHooks(
             trace,
             reached.optimizers.values(),
@@ -115,12 +103,12 @@ class Traced:
         )
         self.host = trace.host = HostOperations(trace, arguments, start.call, names.asks_types)
 
-    def _run(self, function: Callable[..., Any], start: Start, recorder: CodeRecorder) -> Any:
+    def _run(self, start: Start) -> Any:
         """Run the step's Python on tracers: its jaxpr, with the arrays that it has closed over."""
         watch, trace = start.watch, self.trace
 
         def traced() -> list[Any]:
-            result = [self._call_python(function, start)]
+            result = [self._call_python(start)]
             return self._end_of_trace(start, result)
 
         was_compiling = torch_private.set_compiling(True)
@@ -134,7 +122,7 @@ class Traced:
                 executor.running(trace),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
-                recorder.recording(watch.names.meets_installed, watch.reached.codes),
+                start.recorder.recording(watch.names.meets_installed, watch.reached.codes),
             ):
                 self._made = start.made_objects(new)
                 closed = in_context_of_its_own(jax.make_jaxpr(traced))
@@ -146,7 +134,7 @@ class Traced:
             torch_private.set_compiling(was_compiling)
             self._undo_trace()
 
-    def _call_python(self, function: Callable[..., Any], start: Start) -> Any:
+    def _call_python(self, start: Start) -> Any:
         """What the step's Python returns, given tensors and numbers of the trace."""
         arguments, surroundings = start.arguments, start.surroundings
         numbers = self._numbers(arguments)
@@ -156,7 +144,7 @@ class Traced:
         del numbers
         computing = MathOfNumbers()
         with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
-            out = _call(function, args, kwargs)
+            out = _call(start.function, args, kwargs)
         if arguments.is_spoilt():
             raise DataDependentError(
                 "the step writes to an array that it was given as an argument, or changes an "
@@ -192,10 +180,10 @@ class Traced:
             if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
         ]
 
-    def _look_at_what_ran(self, start: Start, recorder: CodeRecorder) -> None:
+    def _look_at_what_ran(self, start: Start) -> None:
         """What the step's Python can read, now that it is known which code has run, and what state
         its optimizers have made."""
-        watch, roots = start.watch, self._roots
+        watch, roots, recorder = start.watch, self._roots, start.recorder
         reached, names = watch.reached, watch.names
         self._executed, self._ran = recorder.executed(), recorder.ran
         self.unforeseen = recorder.grown and not (

@@ -38,7 +38,7 @@ from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.execution.tracing import Tracing
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
-from xla_dtensor.forms.read import constant_recipe, logical_value
+from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage, next_version
 from xla_dtensor.mesh import Frame
 from xla_dtensor.plans.ops import info_of
@@ -285,11 +285,9 @@ class StepTrace(Tracing):
             known = self.host_arrays[key] = (tensor, array, source)
         return self._mark(tensor, known[1], None) if self.differentiating else known[1]
 
-    def item(self, tensor: Any) -> Any:
+    def traced_item(self, tensor: Any) -> Any:
         """In the formulas of torch's optimizers a number without a present value, which goes into
         operations as the learning rate does."""
-        if constant_recipe(tensor) is not None:
-            return super().item(tensor)
         floating = tensor.dtype.is_floating_point and not tensor._form.varying
         if not thread_state.is_in_formula() or not floating:
             self.refuse(executor.ITEM)

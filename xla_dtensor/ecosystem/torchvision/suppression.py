@@ -16,7 +16,7 @@ from jax import lax
 
 from xla_dtensor.lowering.ops.sorting import sort
 from xla_dtensor.lowering.registry import lowers
-from xla_dtensor.movement.data_dependent import on_host, say_instead
+from xla_dtensor.movement.data_dependent import by_cpu_torch, say_instead
 from xla_dtensor.plans.ops import handles
 from xla_dtensor.rules.alternatives import Merged
 from xla_dtensor.rules.call import Call
@@ -31,7 +31,7 @@ say_instead(
 
 @handles("torchvision::nms.default")
 def nms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return on_host(func, args, kwargs)
+    return by_cpu_torch(func, args, kwargs)
 
 
 def _at_most(value: float, dtype: Any) -> Any:
