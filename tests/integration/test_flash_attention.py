@@ -179,6 +179,81 @@ def largest_square(text: str) -> int:
     return max((a[-1] * a[-2] for a in sizes if len(a) > 1 and min(a[-2:]) > 256), default=0)
 
 
+def _up_to(length: int, keys: int, device: Any) -> torch.Tensor:
+    return torch.arange(length, device=device)[:, None] >= torch.arange(keys, device=device)
+
+
+def _in_place(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(16, 16, dtype=torch.bool, device=q.device).tril()
+    mask[3, 0] = False
+    return mask
+
+
+# What a step makes of sizes, and which of (mask, is_causal) is left of it.
+MADE_IN_THE_STEP: dict[str, tuple[Any, tuple[bool, bool]]] = {
+    "keys up to the query": (lambda q, k: _up_to(16, 16, q.device), (False, True)),
+    "of each row": (lambda q, k: _up_to(16, 16, q.device).expand(4, 1, 16, 16), (False, True)),
+    "tril": (lambda q, k: q.new_ones(16, 16, dtype=torch.bool).tril(), (False, True)),
+    "torch.nn's": (
+        lambda q, k: torch.nn.Transformer.generate_square_subsequent_mask(16, q.device, q.dtype),
+        (False, True),
+    ),
+    "the lowest number": (
+        lambda q, k: q.new_full((16, 16), torch.finfo(q.dtype).min).triu(1),
+        (False, True),
+    ),
+    "all keys": (lambda q, k: torch.ones(1, 16, dtype=torch.bool, device=q.device), (False, False)),
+    "zeros": (lambda q, k: torch.zeros(16, 16, dtype=q.dtype, device=q.device), (False, False)),
+    "a window": (
+        lambda q, k: _up_to(16, 16, q.device) & ~_up_to(16, 16, q.device).tril(-5),
+        (True, False),
+    ),
+    "a penalty": (lambda q, k: q.new_full((16, 16), -50.0).triu(1), (True, False)),
+    "later keys": (lambda q, k: _up_to(16, 16, q.device).T, (True, False)),
+    "written to": (_in_place, (True, False)),
+    "of values": (lambda q, k: _up_to(16, 16, q.device) & (q[0, 0, 0, 0] < 99), (True, False)),
+    "a rectangle": (lambda q, k: _up_to(12, 16, q.device), (True, False)),
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("name", MADE_IN_THE_STEP)
+def test_masks_that_a_step_makes(
+    name: str, cut: bool, short: None, mesh_2x4: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take none that is a tensor: where it is causal, or hides nothing, there is none."""
+    make, left = MADE_IN_THE_STEP[name]
+    attend, seen = flash_attention.attend, set()
+
+    def watched(call: flash_attention.Attention) -> Any:
+        seen.add((call.attn_mask is not None, call.is_causal))
+        return attend(call)
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        out = F.scaled_dot_product_attention(query, key, value, make(query, key))
+        return out.detach(), *torch.autograd.grad(out.square().sum(), (query, key, value))
+
+    values = inputs_of(4, 4, 16)
+    if name == "a rectangle":
+        values[0] = values[0].detach()[:, :, :12].requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = step(*values)
+    monkeypatch.setattr(flash_attention, "attend", watched)
+    placed = [
+        (
+            distribute_tensor(x.detach(), mesh_2x4, [Shard(0), Shard(1)])
+            if cut
+            else x.detach().to("xla")
+        ).requires_grad_()
+        for x in values
+    ]
+    compiled = xd.compile(step)
+    for _ in range(2):
+        for found, expected in zip(compiled(*placed), wanted, strict=True):
+            torch.testing.assert_close(full(found), expected, rtol=1e-10, atol=1e-10)
+    assert seen == {left} and compiled.compilations == 1
+
+
 def test_no_scores_at_8192(mesh_2x4: Any) -> None:
     inputs = laid_out(mesh_2x4, 8192, 8, 4)
     compiled = xd.compile(attention_step).lower(*inputs).compile()

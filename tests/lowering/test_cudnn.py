@@ -25,19 +25,29 @@ needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is 
 def like_the_kernel(
     *tensors: jax.Array, scale: Any, mask_type: Any, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """JAX's own attention with the arguments of its binding of cuDNN."""
+    """JAX's own attention with the arguments of its binding of cuDNN, which refuses odd lengths."""
+    assert all(x.shape[2] % 2 == 0 for x in tensors)
+    own: dict[str, Any] = {"implementation": "xla", "return_residual": True}
+    if mask_type is binding.MaskType.PADDING:
+        own["query_seq_lengths"] = options.pop("q_seqlen")
+        own["key_value_seq_lengths"] = options.pop("kv_seqlen")
     assert options == {"qkv_layout": "BNTH", "return_residual": True}
     turned = (x.transpose(0, 2, 1, 3) for x in tensors)
     causal = mask_type is binding.MaskType.CAUSAL
-    out, log_sums = jax.nn.dot_product_attention(
-        *turned, scale=scale, is_causal=causal, implementation="xla", return_residual=True
-    )
+    out, log_sums = jax.nn.dot_product_attention(*turned, scale=scale, is_causal=causal, **own)
     return out.transpose(0, 2, 1, 3), log_sums.transpose(0, 2, 1).astype(jnp.float32)
 
 
 @pytest.mark.parametrize(
     ("is_causal", "lengths", "kv", "traced"),
-    [(True, (16, 16), 4, False), (True, (16, 16), 2, True), (False, (12, 20), 1, False)],
+    [
+        (True, (16, 16), 4, False),
+        (True, (16, 16), 2, True),
+        (True, (15, 15), 2, False),
+        (False, (12, 20), 1, False),
+        (False, (15, 20), 4, False),
+        (False, (12, 19), 2, True),
+    ],
 )
 def test_what_it_is_given(
     is_causal: bool, lengths: tuple[int, int], kv: int, traced: bool, monkeypatch: Any
@@ -125,6 +135,10 @@ def test_machines_without_a_gpu() -> None:
         (True, (1000, 1000), 1, 64),
         (False, (512, 1536), 4, 128),
         (False, (768, 768), 2, 40),
+        (True, (577, 577), 4, 64),  # odd, which JAX's binding refuses in backward
+        (False, (577, 577), 2, 64),
+        (False, (600, 601), 4, 64),
+        (False, (197, 197), 4, 64),  # shorter than what goes in blocks
         (True, (512, 1024), 4, 64),  # a rectangle with a causal mask: not cuDNN's
     ],
 )

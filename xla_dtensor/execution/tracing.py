@@ -19,6 +19,7 @@ from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import fetch, to_host
 from xla_dtensor.forms.read import constant_recipe, read
+from xla_dtensor.runtime.arrays import full
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
@@ -171,11 +172,16 @@ class Tracing(Running):
 
     def tensors(self, plan: Plan, call: Call, arrays: Iterator[Any]) -> list[Any]:
         results = super().tensors(plan, call, arrays)
+        filled = None if plan.run is None or plan.mutated else call.filled_with()
+        if isinstance(filled, _NUMBERS):  # whatever it is like (`torch.ones_like`)
+            results[0]._storage_.recipe = functools.partial(_filled, plan.result_forms[0], filled)
+            return results
         recipes = None if plan.run is None else _recipes(plan, call)
         if recipes is not None:
+            constants = _Constants(plan, recipes)
             made = [tensor for tensor in results if tensor is not None]
             for position, tensor in enumerate(made):
-                tensor._storage_.recipe = functools.partial(_cook, plan, recipes, position)
+                tensor._storage_.recipe = functools.partial(constants.array, position)
         return results
 
 
@@ -230,7 +236,22 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _cook(plan: Plan, recipes: list[Any], position: int) -> Any:
-    """Compute a constant of the step while it is traced, outside of the trace."""
+def _filled(form: Form, value: Any) -> Any:
     with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        return plan.eager(None, [recipe() for recipe in recipes], [])[position]
+        return full(form.array_shape, value, form.jax_dtype, form.sharding)
+
+
+class _Constants:
+    """The results of an operation on constants of the step: computed outside of the trace, when
+    one is asked for, and once, as a mask is asked for by each layer."""
+
+    def __init__(self, plan: Plan, recipes: list[Any]) -> None:
+        self._plan, self._recipes = plan, recipes
+        self._arrays: Any = None
+
+    def array(self, position: int) -> Any:
+        if self._arrays is None:
+            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
+                self._arrays = self._plan.eager(None, [recipe() for recipe in self._recipes], [])
+            self._recipes.clear()
+        return self._arrays[position]

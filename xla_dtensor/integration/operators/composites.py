@@ -281,7 +281,9 @@ def attention_otherwise(call: Attention) -> Any:
             masked = call._replace(attn_mask=dealt_out, is_causal=False)
             return torch.ops.aten.scaled_dot_product_attention.default(**masked._asdict())
     transformed = is_transformed()
-    if not transformed and flash_attention.is_long(query, key):
+    if not transformed:
+        call = flash_attention.with_known_mask(call)
+    if not transformed and flash_attention.is_long(call):
         _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
         long = flash_attention.attend(call)
         if long is not None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from xla_dtensor.base import executor
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.integration.patching.calls import dispatched
 
 LONG = 256 * 256
 """From so many pairs of queries and keys on. Below, one product of all is as fast or faster, and
 its scores are small (docs/design.md)."""
+LONG_FOR_CUDNN = 128 * 128
+"""Likewise where cuDNN computes it."""
+LARGEST_KNOWN = 2**28
+"""Elements of a mask whose values are looked at."""
 
 
 class Attention(NamedTuple):
@@ -73,11 +80,54 @@ def count_flops(module: Any) -> None:
         return scores * (3 * query[-1] + 2 * value[-1])
 
 
-def is_long(query: torch.Tensor, key: torch.Tensor) -> bool:
+def is_long(call: Attention) -> bool:
     """Whether the scores are so many that they shouldn't be materialised."""
+    query, key = call.query, call.key
     if min(query.ndim, key.ndim) < 2:
         return False
-    return int(query.shape[-2]) * int(key.shape[-2]) >= LONG
+    pairs = int(query.shape[-2]) * int(key.shape[-2])
+    if pairs >= LONG or pairs < LONG_FOR_CUDNN:
+        return pairs >= LONG
+    from xla_dtensor.lowering.attention import cudnn
+
+    plain = call.attn_mask is None and call.dropout_p == 0
+    halves = plain and query.dtype in (torch.float16, torch.bfloat16)
+    return halves and cudnn.takes_widths(int(query.shape[-1]), int(call.value.shape[-1]))
+
+
+def with_known_mask(call: Attention) -> Attention:
+    """The call without its mask, where it is known what the mask says: that all keys are seen, or
+    those up to the query's own position (``is_causal``).
+
+    Known are the values of masks that a compiled step makes of sizes alone, as transformers does in
+    programs that are compiled. Platforms' kernels take no mask that is a tensor, and of a causal
+    one they leave out half of the work.
+    """
+    from xla_dtensor.forms.read import constant_recipe
+
+    mask = call.attn_mask
+    if mask is None or call.is_causal or not is_ours(mask) or mask.numel() > LARGEST_KNOWN:
+        return call
+    if not is_long(call._replace(attn_mask=None)) or constant_recipe(mask) is None:
+        return call
+    values = executor.current().on_host(mask)
+    if values.dtype is torch.bool:
+        seen = values.numpy()
+    elif values.is_floating_point():
+        lowest = torch.finfo(values.dtype).min
+        seen = (values == 0).numpy()
+        if not (seen | (values <= lowest).numpy()).all():
+            return call
+    else:
+        return call
+    length, keys = call.query.shape[-2], call.key.shape[-2]
+    if seen.all():
+        return call._replace(attn_mask=None)
+    if length == keys and seen.shape[-2:] == (length, keys):
+        causal = np.tri(length, dtype=bool)
+        if (seen == causal).all():
+            return call._replace(attn_mask=None, is_causal=True)
+    return call
 
 
 def attend(call: Attention) -> torch.Tensor | None:

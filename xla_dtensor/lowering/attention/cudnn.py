@@ -37,11 +37,16 @@ def takes(
     whole = isinstance(first, int) and first == 0 and query.shape[-2] == key.shape[-2]
     if is_causal and not whole:
         return False
-    found, width = generation(), query.shape[-1]
+    return takes_widths(query.shape[-1], value.shape[-1])
+
+
+def takes_widths(keys: int, values: int) -> bool:
+    """Whether cuDNN is there, and has attention of keys and values of these widths."""
+    found = generation()
     # JAX's binding asks the process's own GPUs for these, whatever a program is for.
     wide = found >= _HOPPER and jax_private.fused_attention.check_compute_capability("9.0")
     widest = 256 if wide else 128
-    return found >= _AMPERE and width == value.shape[-1] and width % 8 == 0 and width <= widest
+    return found >= _AMPERE and keys == values and keys % 8 == 0 and keys <= widest
 
 
 def operations(equation: Any) -> int | None:
@@ -108,11 +113,27 @@ def cudnn(
     if not isinstance(scale, float):  # traced; the kernel's is a constant
         query, scale = (query.astype(np.float32) * scale).astype(query.dtype), 1.0
     kind = binding.MaskType.CAUSAL if is_causal else binding.MaskType.NO_MASK
-    tensors = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    tensors = [_even(x.reshape(-1, *x.shape[-3:])) for x in (query, key, value)]
+    lengths = {}
+    if not is_causal and tensors[1].shape[-2] != key.shape[-2]:
+        kind = binding.MaskType.PADDING  # a causal mask hides the last key already
+        lengths = {
+            name: jnp.full(len(tensors[0]), x.shape[-2], np.int32)
+            for name, x in (("q_seqlen", query), ("kv_seqlen", key))
+        }
     out, log_sums = binding.dot_product_attention(
-        *tensors, scale=scale, mask_type=kind, qkv_layout="BNTH", return_residual=True
+        *tensors, scale=scale, mask_type=kind, qkv_layout="BNTH", return_residual=True, **lengths
     )
+    rows = slice(query.shape[-2])
+    out, log_sums = out[..., rows, :], log_sums[..., rows]
     return out.reshape(query.shape), log_sums.reshape(query.shape[:-1])
+
+
+def _even(x: jax.Array) -> jax.Array:
+    """With one more position if they are odd: JAX's binding refuses odd lengths in backward, as it
+    takes its own stand-in for a missing bias for one (``check_is_flash_attention``, JAX 0.9 to
+    0.12)."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, x.shape[-2] % 2), (0, 0)))
 
 
 def cudnn_backward(
