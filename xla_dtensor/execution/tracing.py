@@ -174,13 +174,14 @@ class Tracing(Running):
         results = super().tensors(plan, call, arrays)
         filled = None if plan.run is None or plan.mutated else call.filled_with()
         if isinstance(filled, _NUMBERS):  # whatever it is like (`torch.ones_like`)
-            results[0]._storage_.recipe = functools.partial(_filled, plan.result_forms[0], filled)
+            made = results[0]
+            made._storage_.recipe = functools.partial(_filled, made._form, filled)
             return results
         recipes = None if plan.run is None else _recipes(plan, call)
         if recipes is not None:
             constants = _Constants(plan, recipes)
-            made = [tensor for tensor in results if tensor is not None]
-            for position, tensor in enumerate(made):
+            given = (tensor for tensor in results if tensor is not None)
+            for position, tensor in enumerate(given):
                 tensor._storage_.recipe = functools.partial(constants.array, position)
         return results
 

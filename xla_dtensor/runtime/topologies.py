@@ -19,7 +19,7 @@ from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime import gpus
 from xla_dtensor.runtime.chips import CHIPS, GPUS, Chip, chip_of
 
-HERE = ("cpu", "gpu")
+HERE = ("cpu", "gpu", "tpu")
 KINDS = (*CHIPS, *GPUS, *HERE)
 
 _NAME = re.compile(r"(?P<kind>[a-z0-9_]+):(?P<shape>\d+(x\d+)*)")
@@ -83,16 +83,19 @@ def topology(name: str) -> Topology:
     Args:
         name: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
             ``"tpu7x:2x2x1"``; ``"h100:8x8"``, hosts and the GPUs of each; ``"cpu:64"`` are so many
-            simulated devices, ``"gpu:8"`` the first GPUs of this machine.
+            simulated devices, ``"gpu:8"`` and ``"tpu:4"`` the first that JAX has here, ``"here"``
+            all that it has.
 
     Raises:
         TopologyError: there is no such kind, it has no such shape, or its compiler isn't installed.
     """
+    if name == "here":
+        return topology(_all_here())
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in KINDS:
         raise TopologyError(
             f"topology {name!r}: name a kind and a shape, as in 'v5e:16x16', 'v5p:4x4x4', "
-            f"'h100:8x8', 'cpu:64'; kinds are {', '.join(KINDS)}"
+            f"'h100:8x8', 'cpu:64', or 'here'; kinds are {', '.join(KINDS)}"
         )
     shape = tuple(map(int, match["shape"].split("x")))
     if 0 in shape:
@@ -109,6 +112,13 @@ def topology(name: str) -> Topology:
             f"topology {name!r}: give hosts and the GPUs of each, as in '{kind}:8x8'"
         )
     return Topology(name, kind, math.prod(shape), tuple(devices))
+
+
+def _all_here() -> str:
+    import jax
+
+    devices = jax.devices()
+    return f"{devices[0].platform}:{len(devices)}"
 
 
 def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:

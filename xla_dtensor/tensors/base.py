@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
+from xla_dtensor.base.not_a_sequence import not_a_sequence
 from xla_dtensor.base.ours import OurTensor, is_ours
 from xla_dtensor.base.torch_private import (
     FakeTensor,
@@ -142,6 +143,10 @@ class TensorMethods(HasMemory, OurTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``; ``DTensor.__init__`` wants other arguments."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        not_a_sequence(cls)
 
     __torch_function__ = disabled_torch_function
     __dict__ = property(dict_of_tensor.__get__, set_attributes)

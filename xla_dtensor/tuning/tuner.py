@@ -48,7 +48,7 @@ def tune(
     pinned: Mapping[str, Mapping[str, int | None]] | None = None,
     recompute: Sequence[str] = ("nothing", "layers"),
     reserve: float = 0.1,
-    run: bool = False,
+    run: bool | None = None,
 ) -> Tuned:
     """Look for the mesh, the layouts of parameters and batch, and what to compute again, with which
     a training step is fastest on devices that needn't be here.
@@ -63,7 +63,8 @@ def tune(
             again and again.
         batch: the arguments of a step, whole: tensors, of which only shape and dtype count, and
             whatever else it takes.
-        topology: `xd.abstract`'s: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:8"``.
+        topology: `xd.abstract`'s: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:8"``; ``"here"``: the
+            devices that JAX has.
         minutes: for all of it. When they are over the best so far is returned, and says so.
         top: how many XLA is to compile.
         mesh: sizes of mesh dims that are given, by name.
@@ -75,7 +76,8 @@ def tune(
             is looked at where the first takes more than half of the memory.
         reserve: the part of a device's memory that is to stay free.
         run: whether the best are also run, a few steps each, and ranked by how long these take; the
-            devices have to be here (``"cpu:8"``, ``"gpu:8"``).
+            devices have to be here (``"cpu:8"``, ``"gpu:8"``). By default where ``topology`` is
+            ``"here"``.
 
     Returns:
         a `Tuned`, whose ``best`` is a `Configuration`.
@@ -107,6 +109,7 @@ def tune(
             )
     if not 0 <= reserve < 1:
         raise ValueError(f"reserve={reserve}: the part of the memory that stays free, 0.1 of it")
+    run = topology == "here" if run is None else run
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes

@@ -137,10 +137,11 @@ def _register_kernels() -> None:
         packet, _, overload = name.partition(".")
         func = getattr(getattr(torch.ops.aten, packet), overload or "default")
         _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
-    # torch.tensor(..., device="xla") copies into the new tensor past its class's dispatch.
-    _library.impl(
-        "copy_", functools.partial(_dispatch, torch.ops.aten.copy_.default), "PrivateUse1"
-    )
+    # torch.tensor(..., device="xla") copies into the new tensor past its class's dispatch, and
+    # torch.tensor([x[0], 2.0]) asks for numbers so.
+    for name in ("copy_", "_local_scalar_dense"):
+        func = getattr(torch.ops.aten, name).default
+        _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
 
 
 @interrupts.atomic
