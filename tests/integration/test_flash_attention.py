@@ -254,6 +254,24 @@ def test_masks_that_a_step_makes(
     assert seen == {left} and compiled.compilations == 1
 
 
+def test_masks_of_numbers_that_change(short: None) -> None:
+    """A number that is an input of the program is no size."""
+
+    def step(x: torch.Tensor, count: int, penalty: int) -> torch.Tensor:
+        hidden = torch.arange(16, device=x.device) >= count
+        mask = torch.zeros(16, 16, device=x.device).masked_fill(hidden, -penalty)
+        return F.scaled_dot_product_attention(x, x, x, mask.to(x.dtype))
+
+    (x, *_), compiled = inputs_of(2, 2, 16), xd.compile(step)
+    x = x.detach()
+    for given in [(16, 0), (16, 9), (3, 9), (16, 9), (5, 0), (16, 0), (7, 2)]:
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = step(x, *given)
+        found = compiled(x.to("xla"), *given).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+
 def test_no_scores_at_8192(mesh_2x4: Any) -> None:
     inputs = laid_out(mesh_2x4, 8192, 8, 4)
     compiled = xd.compile(attention_step).lower(*inputs).compile()

@@ -61,9 +61,10 @@ def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recomputed == {"nothing", "layers"}  # it was short of memory
 
 
-def test_the_best_trains_as_torch() -> None:
+@pytest.mark.parametrize(("topology", "run"), [("cpu:8", True), ("here", None)])
+def test_the_best_trains_as_torch(topology: str, run: bool | None) -> None:
     data = batch(32)
-    found = xd.tune(build(), data, topology="cpu:8", top=2, run=True)
+    found = xd.tune(build(), data, topology=topology, top=2, run=run)
     assert found.trials[0].known_by == "measured"
     measured = [t.measured for t in found.trials if t.measured is not None]
     assert measured == sorted(measured) and len(measured) == 2
