@@ -29,6 +29,7 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "64")
+os.environ["XLA_DTENSOR_CACHE"] = "off"  # how long compiling takes is measured
 
 from pods import in_jax, in_torch
 from pods.sizes import MODELS, Sizes

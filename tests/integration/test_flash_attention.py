@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
@@ -254,6 +256,97 @@ def test_masks_that_a_step_makes(
     assert seen == {left} and compiled.compilations == 1
 
 
+def _turned_later(q: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(256, device=q.device).view(16, 16)
+    mask = places % 16 >= places // 16
+    places.t_()
+    return mask
+
+
+def _squeezed_later(q: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(16, device=q.device)[None]
+    places.unsqueeze_(0)
+    mask = places.mT >= places
+    places.squeeze_(0)
+    return mask[0]
+
+
+def _with_a_gradient(q: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(16, 16, dtype=q.dtype, device=q.device, requires_grad=True)
+
+
+@pytest.mark.parametrize("make", [_turned_later, _squeezed_later, _with_a_gradient])
+def test_masks_that_only_look_known(make: Any, short: None) -> None:
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        mask = make(query)
+        out = F.scaled_dot_product_attention(query, key, value, mask)
+        wanted = [query, key, value] + [mask] * mask.requires_grad
+        return out.detach(), *torch.autograd.grad(out.square().sum(), wanted)
+
+    values = inputs_of(2, 2, 16)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = step(*values)
+    found = xd.compile(step)(*(x.detach().to("xla").requires_grad_() for x in values))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(15, 15), (0, 16), (3, 1, 16, 16), (16, 15)])
+def test_known_masks_of_another_shape(shape: tuple[int, ...], short: None) -> None:
+    """As torch refuses them, whatever they say."""
+    query, key, value = (x.detach() for x in inputs_of(2, 2, 16, batch=2))
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(shape, dtype=torch.bool, device=inputs[0].device)
+        return F.scaled_dot_product_attention(*inputs, mask)
+
+    with pytest.raises(RuntimeError), sdpa_kernel(SDPBackend.MATH):
+        step(query, key, value)
+    with pytest.raises((RuntimeError, ValueError)):
+        xd.compile(step)(*(x.to("xla") for x in (query, key, value)))
+
+
+def test_a_known_mask_and_no_values(short: None) -> None:
+    query, key, value = (x.detach() for x in inputs_of(2, 2, 16))
+
+    def step(*inputs: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*inputs, _up_to(16, 16, inputs[0].device))
+
+    found = xd.compile(step)(*(x.to("xla") for x in (query, key, value[..., :0])))
+    assert found.shape == step(query, key, value[..., :0]).shape
+
+
+@pytest.mark.parametrize("make", ["ones", "arange", "new_full"])
+def test_a_plan_knows_them_too(make: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned is what runs, though nothing can be computed on devices that aren't here."""
+    masks: dict[str, Any] = {
+        "ones": lambda x: torch.ones(256, 256, dtype=torch.bool, device=x.device).tril(),
+        "arange": lambda x: _up_to(256, 256, x.device),
+        "new_full": lambda x: x.new_full((256, 256), -torch.inf).triu(1),
+    }
+    attend, seen = flash_attention.attend, []
+    monkeypatch.setattr(flash_attention, "attend", lambda c: seen.append(c) or attend(c))
+    with xd.abstract("cpu:8"):
+        mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(torch.randn(4, 4, 256, 8), mesh, [Shard(0), Shard(1)])
+        xd.plan(lambda x: F.scaled_dot_product_attention(x, x, x, masks[make](x)), x)
+    assert [(call.attn_mask, call.is_causal) for call in seen] == [(None, True)] * len(seen) != []
+
+
+def test_values_of_masks_go(short: None) -> None:
+    """Not with the step's programs, nor with JAX's caches."""
+    size = 77
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    xd.compile(step)(torch.randn(1, 1, size, 8).to("xla"))
+    gc.collect()
+    left = [a for a in jax.live_arrays() if a.shape[-2:] == (size, size)]
+    assert not left
+
+
 def test_masks_of_numbers_that_change(short: None) -> None:
     """A number that is an input of the program is no size."""
 
@@ -269,7 +362,7 @@ def test_masks_of_numbers_that_change(short: None) -> None:
             expected = step(x, *given)
         found = compiled(x.to("xla"), *given).cpu()
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
+    assert compiled.compilations == 3  # one number is an input first, then both
 
 
 def test_no_scores_at_8192(mesh_2x4: Any) -> None:

@@ -72,3 +72,10 @@ def test_a_folder_for_each_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None and found.parent == Path("/cache/xla_dtensor/programs")
     assert program_cache.folder("/elsewhere") == Path("/elsewhere")
     assert program_cache.folder("off") is None
+
+
+def test_plans_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert program_cache.folder_of_plans("user") == Path("/cache/xla_dtensor/plans")
+    assert program_cache.folder_of_plans("/elsewhere") == Path("/elsewhere/plans")
+    assert program_cache.folder_of_plans("off") is None

@@ -34,7 +34,8 @@ def not_a_sequence(cls: type) -> None:
     """Take a class's ``sq_item`` away: ``x[i]``, ``len`` and ``iter`` have slots of their own.
 
     Args:
-        cls: written in Python. Its subclasses have the slot again.
+        cls: written in Python. Its subclasses have the slot again, as it has itself once somebody
+            assigns a ``__getitem__`` to it.
     """
     if _KNOWN:
         _Type.from_address(id(cls)).as_sequence.contents.item = None

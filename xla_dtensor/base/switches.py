@@ -225,8 +225,9 @@ _SWITCHES = (
         "cache",
         FolderPath(),
         "user",
-        "Where compiled programs are kept between runs: in the user's cache folder, in another "
-        "folder, or nowhere (`off`). JAX's own setting goes before it.",
+        "Where compiled programs, and what compilers have said of those for devices that aren't "
+        "here, are kept between runs: in the user's cache folder, in another folder, or nowhere "
+        "(`off`). JAX's own setting goes before it for the first.",
         "when JAX starts",
     ),
     Switch(

@@ -17,9 +17,8 @@ from xla_dtensor.execution.interfaces import Call, Plan, Slot
 from xla_dtensor.execution.on_host import ON_HOST, refuse_varying
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
-from xla_dtensor.forms.host_values import fetch, to_host
-from xla_dtensor.forms.read import constant_recipe, read
-from xla_dtensor.runtime.arrays import full
+from xla_dtensor.forms.host_values import to_host
+from xla_dtensor.forms.read import computing_constants, constant_recipe, read
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
@@ -85,7 +84,7 @@ class Tracing(Running):
         recipe = constant_recipe(tensor)
         if recipe is None:
             self.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
-        return to_host(fetch(recipe(), tensor._form.shape))
+        return to_host(recipe())
 
     def item(self, tensor: Any) -> Any:
         if constant_recipe(tensor) is None:
@@ -172,16 +171,11 @@ class Tracing(Running):
 
     def tensors(self, plan: Plan, call: Call, arrays: Iterator[Any]) -> list[Any]:
         results = super().tensors(plan, call, arrays)
-        filled = None if plan.run is None or plan.mutated else call.filled_with()
-        if isinstance(filled, _NUMBERS):  # whatever it is like (`torch.ones_like`)
-            made = results[0]
-            made._storage_.recipe = functools.partial(_filled, made._form, filled)
-            return results
         recipes = None if plan.run is None else _recipes(plan, call)
         if recipes is not None:
             constants = _Constants(plan, recipes)
-            given = (tensor for tensor in results if tensor is not None)
-            for position, tensor in enumerate(given):
+            made = (tensor for tensor in results if tensor is not None)
+            for position, tensor in enumerate(made):
                 tensor._storage_.recipe = functools.partial(constants.array, position)
         return results
 
@@ -212,21 +206,24 @@ def _of_one(call: Call, leaves: list[Any]) -> Any:
 
 
 def _recipes(plan: Plan, call: Call) -> list[Any] | None:
-    """Per leaf a function that computes it outside of the trace, if every leaf is a constant.
+    """Per leaf a function that gives its logical value outside of the trace, if the results depend
+    on no input of the step.
 
-    `nn.TransformerEncoder` looks at a mask that it has made of sizes: such a value depends on no
-    input of the step, and ``.item()`` of it is computed at once.
+    `nn.TransformerEncoder` looks at a mask that it has made of sizes, and attention at masks of all
+    libraries.
     """
-    if plan.mutated or plan.random:
+    forms = [form for form in plan.result_forms if form is not None]
+    if plan.mutated or not plan.run.is_of_values or any(f.varying or f.unreduced for f in forms):
         return None
     recipes: list[Any] = []
     for leaf in call.leaves:
         if is_ours(leaf):
-            recipe = constant_recipe(leaf)
+            reads = not plan.run.reads_nothing  # of what `torch.ones_like` is given, the shape
+            recipe = constant_recipe(leaf) if reads else functools.partial(_same, None)
             if recipe is None:
                 return None
             recipes.append(recipe)
-        elif isinstance(leaf, int | float | complex):
+        elif type(leaf) in _NUMBERS:  # a subclass's is an input of the program
             recipes.append(functools.partial(_same, leaf))
         else:
             return None
@@ -235,11 +232,6 @@ def _recipes(plan: Plan, call: Call) -> list[Any] | None:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _filled(form: Form, value: Any) -> Any:
-    with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-        return full(form.array_shape, value, form.jax_dtype, form.sharding)
 
 
 class _Constants:
@@ -252,7 +244,7 @@ class _Constants:
 
     def array(self, position: int) -> Any:
         if self._arrays is None:
-            with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-                self._arrays = self._plan.eager(None, [recipe() for recipe in self._recipes], [])
-            self._recipes.clear()
+            with computing_constants():
+                self._arrays = self._plan.run.of_values([recipe() for recipe in self._recipes])
+            self._recipes.clear()  # with the constants that these are made of
         return self._arrays[position]

@@ -22,6 +22,7 @@ from xla_dtensor.forms.views import (
     with_positions,
 )
 from xla_dtensor.runtime.abstract_array import AbstractArray
+from xla_dtensor.runtime.jax_runtime import host_device
 
 _view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
 _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
@@ -75,20 +76,30 @@ def logical_value(tensor: Any) -> Any:
 
 
 def constant_recipe(tensor: Any) -> Any:
-    """A function that computes the tensor's array outside of the trace, or None if its value
-    depends on what the step is given."""
-    recipe = tensor._storage_.recipe
-    if recipe is None or not tensor._steps:
+    """A function that gives the tensor's logical value, as an array of this machine's CPU, outside
+    of the trace; None if it depends on what the step is given."""
+    recipe, steps = tensor._storage_.recipe, tensor._steps
+    if recipe is None or not steps:
         return recipe
-    if is_at_traced(tensor._steps):
+    if is_at_traced(steps) or tensor._form.varying or tensor._form.unreduced:
         return None
-    return functools.partial(_read_recipe, recipe, tensor)
+    # The view as it is now: `squeeze_` and the like change the tensor's steps later.
+    return functools.partial(_read_recipe, recipe, tensor._storage_.form, steps, tensor._form)
 
 
-def _read_recipe(recipe: Any, tensor: Any) -> Any:
-    # A step is being traced: without this JAX would make the reading a part of it.
-    with executor.running_at_once(), jax.ensure_compile_time_eval():
-        return read_view(tensor._storage_.form, tensor._steps, tensor._form, recipe())
+def _read_recipe(recipe: Any, form: Form, steps: tuple[Step, ...], own: Form) -> Any:
+    with computing_constants():
+        return read_through(recipe(), form, steps).astype(own.jax_dtype)
+
+
+@contextmanager
+def computing_constants() -> Iterator[None]:
+    """A block that computes while a step is traced, and not as a part of it: on the host, as the
+    step may be for devices that aren't here (`xd.abstract`)."""
+    on_host = jax.default_device(host_device())
+    # Not jax.ensure_compile_time_eval: what is computed in that, JAX's caches keep (0.10).
+    with executor.running_at_once(), jax.core.eval_context(), jax.enable_x64(True), on_host:
+        yield
 
 
 def read_view(form: Form, steps: tuple[Step, ...], own: Form, array: Any) -> Any:

@@ -21,6 +21,7 @@ from xla_dtensor.planning import memory as memory_of
 from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
 from xla_dtensor.planning.inputs import inputs
+from xla_dtensor.planning.kept import Said, digest, said
 from xla_dtensor.planning.links import links
 from xla_dtensor.planning.program_text import HloText
 from xla_dtensor.planning.report import Report
@@ -117,6 +118,7 @@ def _look(program: Any) -> dict[str, Any]:
     there."""
     return {
         "compile": program.executable.compile,
+        "lowered": program.executable.lowered,
         "options": program.options,
         "frame": program.frame,
         "inputs": inputs(program),
@@ -147,7 +149,8 @@ def _report(
     devices = np.array(own_device()) if frame is None else frame.jax_mesh.devices
     device = devices.flat[0]
     chip = chip_of(device.platform, device) if topology is None else topology.chip
-    memory, text, cost, notes = _compiled(seen, topology, granted_memory(device))
+    found = _compiled(seen, topology, granted_memory(device))
+    memory, text, cost = found.memory, found.text, found.cost
     all_inputs = seen["inputs"]
     program = HloText(text)
     moved = collectives(program, devices.shape, tuple(sizes))
@@ -189,46 +192,65 @@ def _report(
         exposed=exposed_per_dim(table) if in_time.seconds else {},
         stretches=tuple(in_time.stretches),
         tokens=tokens,
-        notes=notes,
+        notes=found.notes,
         source="" if chip is None else chip.source,
     )
 
 
 def _compiled(
     seen: dict[str, Any], topology: topologies.Topology | None, available: float | None
-) -> tuple[memory_of.Memory, str, dict[str, float], list[str]]:
-    """What the compiled program needs of memory, its text and XLA's analysis of its cost, both
-    empty where XLA has refused the program, and notes on what is unknown.
+) -> Said:
+    """What the compiler says of the program.
 
     Args:
         available: a device's memory.
     """
-    notes = []
-    with jax.enable_x64(True), tempfile.TemporaryDirectory() as dump:
+    with jax.enable_x64(True):
         options = abstract.compiler_options(seen["options"])
-        if topology is not None and topology.kind in _UNREADABLE:
-            options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        if topology is not None and topology.is_of_gpus:
-            notes.append(_GRANTED.format(fraction()))
-        try:
-            is_here = topology is None or topology.is_here
-            with contextlib.nullcontext() if is_here else not_kept():
-                compiled = seen["compile"](options)
-        except Exception as error:
-            found = memory_of.of_refusal(error) if memory_of.is_refusal(error) else None
-            if found is None:
-                raise
-            notes.append("XLA has refused the program for want of memory, so the rest is unknown")
-            return found, "", {}, notes
-        text = ""
-        try:
-            text = _dumped(dump) or compiled.as_text()
-        except jax.errors.JaxRuntimeError as error:
-            notes.append(
-                "the program can't be read, so its collectives are unknown: this libtpu writes "
-                f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
-            )
-        return memory_of.of_compiled(compiled, available), text, _cost(compiled), notes
+        if topology is None or topology.is_here:
+            return _asked(seen["compile"], options, available, ())
+        notes = (_GRANTED.format(fraction()),) if topology.is_of_gpus else ()
+
+        def ask() -> Said:
+            with not_kept(), tempfile.TemporaryDirectory() as dump:
+                dumped = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+                more = dumped if topology.kind in _UNREADABLE else {}
+                return _asked(seen["compile"], {**options, **more}, available, notes, dump)
+
+        devices = seen["frame"].jax_mesh.devices.flat
+        return said(digest(seen["lowered"], options, topology, devices, available), ask)
+
+
+def _asked(
+    compile_with: Callable[[dict[str, Any]], Any],
+    options: dict[str, Any],
+    available: float | None,
+    notes: tuple[str, ...],
+    dump: str = "",
+) -> Said:
+    """What XLA says while it compiles.
+
+    Args:
+        dump: the folder that it may have written the program's text to.
+    """
+    try:
+        compiled = compile_with(options)
+    except Exception as error:
+        found = memory_of.of_refusal(error) if memory_of.is_refusal(error) else None
+        if found is None:
+            raise
+        why = "XLA has refused the program for want of memory, so the rest is unknown"
+        return Said(found, "", {}, (*notes, why))
+    text = ""
+    try:
+        text = (_dumped(dump) if dump else "") or compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        why = (
+            "the program can't be read, so its collectives are unknown: this libtpu writes "
+            f"what this jaxlib doesn't know ({str(error).splitlines()[0]})"
+        )
+        notes = (*notes, why)
+    return Said(memory_of.of_compiled(compiled, available), text, _cost(compiled), notes)
 
 
 _GRANTED = (

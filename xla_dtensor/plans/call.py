@@ -365,8 +365,6 @@ _FILLED_WITH: dict[str, Any] = {
     "aten::new_zeros.default": lambda call: 0,
     "aten::ones.default": lambda call: 1,
     "aten::ones_like.default": lambda call: 1,
-    "aten::new_ones.default": lambda call: 1,
     "aten::full.default": lambda call: fill(call.args[1], call.leaves),
     "aten::full_like.default": lambda call: fill(call.args[1], call.leaves),
-    "aten::new_full.default": lambda call: fill(call.args[2], call.leaves),
 }

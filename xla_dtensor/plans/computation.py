@@ -82,10 +82,9 @@ class Computation:
         devices = 1 if frame is None else len(frame.device_ids)
         self._place = Target(platform_of(frame), devices=devices)
         self._result_forms, self._writes = result_forms, writes
-        self._reads_nothing = call.info.makes_like
+        self.reads_nothing = call.info.makes_like
         self._varying = [
-            f.varying if isinstance(f, Form) and not self._reads_nothing else ()
-            for f in self._forms
+            f.varying if isinstance(f, Form) and not self.reads_nothing else () for f in self._forms
         ]
         self._axes = union(frame, self._varying)
         lowering = call.info.lowering
@@ -118,6 +117,27 @@ class Computation:
             self._known = jax.jit(self._of_arrays, inline=jax_private.inlined())
         found: list[Any] = self._known(leaves)
         return found
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether `of_values` can compute it."""
+        return self.is_lowering and not (self.random or self._axes or self._cut)
+
+    def of_values(self, values: list[Any]) -> list[Any]:
+        """The logical values of the results that are there, of those of the leaves; on no mesh."""
+        values = [
+            jnp.zeros(form.shape, form.jax_dtype)
+            if self.reads_nothing and isinstance(form, Form)
+            else value
+            for value, form in zip(values, self._forms, strict=True)
+        ]
+        with at(Target("cpu")):
+            fresh, _ = self._lowered(_no_keys, *self._filled(values))
+        found = zip(fresh, self._result_forms, strict=False)
+        return [self._value(value, form) for value, form in found if form is not None]
+
+    def _filled(self, values: list[Any]) -> tuple[Any, Any]:
+        return fill(list(self._args), values), fill_kwargs(self._kwargs, values)
 
     def _of_arrays(self, leaves: list[Any]) -> list[Any]:
         return self._on_one_device(_no_keys, leaves, False)
@@ -206,8 +226,7 @@ class Computation:
 
     def _call(self, keys: Callable[[], Any], values: list[Any]) -> Any:
         def lowered(keys: Callable[[], Any], values: list[Any]) -> Any:
-            args, kwargs = fill(list(self._args), values), fill_kwargs(self._kwargs, values)
-            return self._lowered(keys, args, kwargs)
+            return self._lowered(keys, *self._filled(values))
 
         # On per-device tensors alone each device is by itself already.
         by_itself = self._axes and not any(
@@ -221,12 +240,15 @@ class Computation:
     def _logical(self, leaf: Any, form: Any) -> Any:
         if not isinstance(form, Form):
             return leaf
-        return jnp.zeros(form.shape, form.jax_dtype) if self._reads_nothing else form.logical(leaf)
+        return jnp.zeros(form.shape, form.jax_dtype) if self.reads_nothing else form.logical(leaf)
 
-    def _result(self, value: Any, form: Form, index: int) -> Any:
+    def _value(self, value: Any, form: Form) -> Any:
         if value is None:  # masked out by `output_mask`, which torch's meta kernel ignores
             value = jnp.zeros(form.shape, form.jax_dtype)
-        value = checked(value, form.shape, form.jax_dtype, self._info)
+        return checked(value, form.shape, form.jax_dtype, self._info)
+
+    def _result(self, value: Any, form: Form, index: int) -> Any:
+        value = self._value(value, form)
         if form.jax_dtype == np.complex128 and any(form.dim_axes):
             text = (
                 f"{self._info.name} gives complex128 of shape {list(form.shape)}, {form!r}, which "

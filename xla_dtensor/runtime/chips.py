@@ -173,6 +173,13 @@ _DEVICE_KINDS = {
     "GB200": "gb200",
     "GB300": "gb300",
     "RTX PRO 6000 Blackwell": "rtx6000pro",
+    "TPU v5 lite": "v5e",  # before "TPU v5", which it begins with
+    "TPU v5e": "v5e",
+    "TPU v5p": "v5p",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
 
 
@@ -191,19 +198,19 @@ def chip_of(kind: str, device: Any) -> Chip | None:
 
     Args:
         kind: the topology's.
-        device: one of them, JAX's. Of a GPU that is here it says itself how much memory there is.
+        device: one of them, JAX's. One that is here says itself how much memory there is.
     """
     if kind in GPUS:
         return replace(GPUS[kind], memory=GPUS[kind].memory * fraction())
-    if kind != "gpu":
-        return CHIPS.get(kind)
+    if kind in CHIPS:
+        return CHIPS[kind]
     found = (
-        GPUS[name]
+        {**GPUS, **CHIPS}[name]
         for words, name in _DEVICE_KINDS.items()
         if re.search(rf"\b{re.escape(words)}\b", device.device_kind)
     )
     chip, limit = next(found, None), limit_of(device)
-    return chip if chip is None or limit is None else replace(chip, memory=limit)
+    return chip if chip is None or limit is None else replace(chip, memory=limit * chip.devices)
 
 
 def limit_of(device: Any) -> float | None:

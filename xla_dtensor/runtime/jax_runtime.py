@@ -117,6 +117,13 @@ def all_devices() -> list[Any]:
     return sorted(jax.devices(), key=lambda device: device.process_index)
 
 
+def topology_here() -> str:
+    """The name of the topology that JAX's devices are (`topologies.topology`)."""
+    start()
+    found = all_devices()
+    return f"{found[0].platform}:{len(found)}"
+
+
 def devices(ids: Sequence[int]) -> list[Any]:
     """The JAX devices numbered ``ids`` (their position in ``jax.devices()``).
 
@@ -165,6 +172,17 @@ def own_device() -> Any:
     import jax
 
     return jax.local_devices()[0]
+
+
+def host_device() -> Any:
+    """A CPU of this process, as JAX has it beside its accelerators; where it was started without
+    one, `own_device`."""
+    import jax
+
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return own_device()
 
 
 def device_count() -> int:

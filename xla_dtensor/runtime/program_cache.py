@@ -37,8 +37,19 @@ def folder(asked: str) -> Path | None:
         return None
     if asked != "user":
         return Path(asked).expanduser()
+    return _of_user() / "programs" / machine()
+
+
+def folder_of_plans(asked: str) -> Path | None:
+    """Where what compilers have said of programs for devices that aren't here is kept, likewise,
+    whatever the processor."""
+    found = folder(asked)
+    return found and (_of_user() if asked == "user" else found) / "plans"
+
+
+def _of_user() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "xla_dtensor" / "programs" / machine()
+    return Path(base).expanduser() / "xla_dtensor"
 
 
 def machine() -> str:

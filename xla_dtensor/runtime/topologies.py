@@ -19,7 +19,7 @@ from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime import gpus
 from xla_dtensor.runtime.chips import CHIPS, GPUS, Chip, chip_of
 
-HERE = ("cpu", "gpu", "tpu")
+HERE = ("cpu", "gpu")
 KINDS = (*CHIPS, *GPUS, *HERE)
 
 _NAME = re.compile(r"(?P<kind>[a-z0-9_]+):(?P<shape>\d+(x\d+)*)")
@@ -44,7 +44,7 @@ class Topology:
     @property
     def is_here(self) -> bool:
         """Whether the devices exist."""
-        return self.kind in HERE
+        return self.kind not in CHIPS and self.kind not in GPUS
 
     @property
     def is_of_gpus(self) -> bool:
@@ -83,25 +83,23 @@ def topology(name: str) -> Topology:
     Args:
         name: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
             ``"tpu7x:2x2x1"``; ``"h100:8x8"``, hosts and the GPUs of each; ``"cpu:64"`` are so many
-            simulated devices, ``"gpu:8"`` and ``"tpu:4"`` the first that JAX has here, ``"here"``
-            all that it has.
+            simulated devices, ``"gpu:8"`` the first GPUs of this machine; likewise of what JAX
+            computes on, whatever it is.
 
     Raises:
         TopologyError: there is no such kind, it has no such shape, or its compiler isn't installed.
     """
-    if name == "here":
-        return topology(_all_here())
     match = _NAME.fullmatch(name)
-    if match is None or match["kind"] not in KINDS:
+    if match is None or match["kind"] not in (*KINDS, _platform()):
         raise TopologyError(
             f"topology {name!r}: name a kind and a shape, as in 'v5e:16x16', 'v5p:4x4x4', "
-            f"'h100:8x8', 'cpu:64', or 'here'; kinds are {', '.join(KINDS)}"
+            f"'h100:8x8', 'cpu:64'; kinds are {', '.join(KINDS)}"
         )
     shape = tuple(map(int, match["shape"].split("x")))
     if 0 in shape:
         raise TopologyError(f"topology {name!r}: each of its axes has one chip or more")
     kind = match["kind"]
-    if kind in HERE:
+    if kind not in CHIPS and kind not in GPUS:
         devices = _here(name, kind, shape)
     elif kind in CHIPS:
         devices = _of_tpu(name)
@@ -114,11 +112,11 @@ def topology(name: str) -> Topology:
     return Topology(name, kind, math.prod(shape), tuple(devices))
 
 
-def _all_here() -> str:
+def _platform() -> str:
+    """JAX's name of what it computes on, if it has been started."""
     import jax
 
-    devices = jax.devices()
-    return f"{devices[0].platform}:{len(devices)}"
+    return jax.devices()[0].platform if jax_private.backends_are_initialized() else ""
 
 
 def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:

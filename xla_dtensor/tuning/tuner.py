@@ -21,6 +21,7 @@ from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS
 from xla_dtensor.planning import abstract, plan
 from xla_dtensor.runtime import topologies
+from xla_dtensor.runtime.jax_runtime import topology_here
 from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
 from xla_dtensor.tuning.estimate import estimate
 from xla_dtensor.tuning.meshes import NAMES, USUAL, domain_size, meshes
@@ -110,6 +111,7 @@ def tune(
     if not 0 <= reserve < 1:
         raise ValueError(f"reserve={reserve}: the part of the memory that stays free, 0.1 of it")
     run = topology == "here" if run is None else run
+    topology = topology_here() if topology == "here" else topology
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes
@@ -283,14 +285,16 @@ class _Search:
 
     def measured(self, trial: Trial) -> Trial:
         """The same with the median of a few steps."""
-        own = trial.configuration
-        step = compile(self._build(own.apply))
-        batch = own.place(*self._batch)
-        times = []
-        for _ in range(_ROUNDS + 2):  # the first two make state, and compile
-            begin = time.perf_counter()
-            _wait(step(*batch))
-            times.append(time.perf_counter() - begin)
+        own, times = trial.configuration, []
+        try:
+            step = compile(self._build(own.apply))
+            batch = own.place(*self._batch)
+            for _ in range(_ROUNDS + 2):  # the first two make state, and compile
+                begin = time.perf_counter()
+                _wait(step(*batch))
+                times.append(time.perf_counter() - begin)
+        except (XlaDTensorError, RuntimeError) as error:  # no memory, say
+            return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
         return dataclasses.replace(trial, measured=statistics.median(times[2:]))
 
     def _pinned_by(self, mesh: Mapping[str, int]) -> Callable[[str], Dims | None]:

@@ -13,6 +13,7 @@ import torch
 from torch.utils import backend_registration
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import (
     OUT_FORGOTTEN,
     DeviceGuard,
@@ -139,9 +140,18 @@ def _register_kernels() -> None:
         _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
     # torch.tensor(..., device="xla") copies into the new tensor past its class's dispatch, and
     # torch.tensor([x[0], 2.0]) asks for numbers so.
-    for name in ("copy_", "_local_scalar_dense"):
+    for name, kernel in {"copy_": _dispatch, "_local_scalar_dense": _number}.items():
         func = getattr(torch.ops.aten, name).default
-        _library.impl(name, functools.partial(_dispatch, func), "PrivateUse1")
+        _library.impl(name, functools.partial(kernel, func), "PrivateUse1")
+
+
+def _number(func: Any, tensor: torch.Tensor) -> Any:
+    if not is_ours(tensor):  # torch asks past the dispatch of whatever it is
+        raise NotImplementedError(
+            f"torch.tensor of a list with a {type(tensor).__name__} on {tensor.device} in it: "
+            "torch asks for its number past its class; give the number, x.item()"
+        )
+    return _dispatch(func, tensor)
 
 
 @interrupts.atomic

@@ -282,12 +282,12 @@ def attention_otherwise(call: Attention) -> Any:
             return torch.ops.aten.scaled_dot_product_attention.default(**masked._asdict())
     transformed = is_transformed()
     if not transformed:
-        call = flash_attention.with_known_mask(call)
-    if not transformed and flash_attention.is_long(call):
-        _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
-        long = flash_attention.attend(call)
-        if long is not None:
-            return long
+        known = flash_attention.with_known_mask(call)
+        if flash_attention.is_long(known):
+            _check_leaves("aten::scaled_dot_product_attention", *call.tensors)
+            long = flash_attention.attend(known)
+            if long is not None:
+                return long
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad
     other_heads = call.enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]
     if transformed or call.dropout_p > 0 or mask_needs_grad or query.ndim < 3 or other_heads:

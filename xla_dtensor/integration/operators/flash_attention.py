@@ -82,52 +82,59 @@ def count_flops(module: Any) -> None:
 
 def is_long(call: Attention) -> bool:
     """Whether the scores are so many that they shouldn't be materialised."""
+    from xla_dtensor.lowering.attention import cudnn  # which imports JAX
+
     query, key = call.query, call.key
     if min(query.ndim, key.ndim) < 2:
         return False
-    pairs = int(query.shape[-2]) * int(key.shape[-2])
-    if pairs >= LONG or pairs < LONG_FOR_CUDNN:
-        return pairs >= LONG
-    from xla_dtensor.lowering.attention import cudnn
-
-    plain = call.attn_mask is None and call.dropout_p == 0
-    halves = plain and query.dtype in (torch.float16, torch.bfloat16)
-    return halves and cudnn.takes_widths(int(query.shape[-1]), int(call.value.shape[-1]))
+    length, keys = int(query.shape[-2]), int(key.shape[-2])
+    if length * keys >= LONG or length * keys < LONG_FOR_CUDNN:
+        return length * keys >= LONG
+    halves = query.dtype in (torch.float16, torch.bfloat16) and query.dtype is key.dtype
+    if not halves or call.attn_mask is not None or call.dropout_p or call.value.ndim < 1:
+        return False
+    square = length == keys or not call.is_causal
+    return square and cudnn.takes_widths(int(query.shape[-1]), int(call.value.shape[-1]))
 
 
 def with_known_mask(call: Attention) -> Attention:
     """The call without its mask, where it is known what the mask says: that all keys are seen, or
-    those up to the query's own position (``is_causal``).
+    as many as queries, up to the query's own position (``is_causal``).
 
     Known are the values of masks that a compiled step makes of sizes alone, as transformers does in
     programs that are compiled. Platforms' kernels take no mask that is a tensor, and of a causal
-    one they leave out half of the work.
+    one they leave out half of the work. A rectangle's stays: kernels don't agree on what causal is
+    there (`cudnn.takes`).
     """
     from xla_dtensor.forms.read import constant_recipe
 
     mask = call.attn_mask
-    if mask is None or call.is_causal or not is_ours(mask) or mask.numel() > LARGEST_KNOWN:
+    if mask is None or call.is_causal or mask.requires_grad or not is_ours(mask):
         return call
-    if not is_long(call._replace(attn_mask=None)) or constant_recipe(mask) is None:
+    if not 0 < mask.numel() <= LARGEST_KNOWN or not is_long(call._replace(attn_mask=None)):
         return call
-    values = executor.current().on_host(mask)
-    if values.dtype is torch.bool:
-        seen = values.numpy()
-    elif values.is_floating_point():
-        lowest = torch.finfo(values.dtype).min
-        seen = (values == 0).numpy()
-        if not (seen | (values <= lowest).numpy()).all():
-            return call
-    else:
+    found = _same_batch(call.query, call.key, call.value, call.enable_gqa)
+    if found is None or not _fits(mask, *found[:2]) or constant_recipe(mask) is None:
         return call
-    length, keys = call.query.shape[-2], call.key.shape[-2]
+    seen = _seen(executor.current().on_host(mask))
+    if seen is None:
+        return call
     if seen.all():
         return call._replace(attn_mask=None)
-    if length == keys and seen.shape[-2:] == (length, keys):
-        causal = np.tri(length, dtype=bool)
-        if (seen == causal).all():
-            return call._replace(attn_mask=None, is_causal=True)
+    length, keys = call.query.shape[-2], call.key.shape[-2]
+    if length == keys and seen.shape[-2:] == (length, keys) and (seen == np.tri(length)).all():
+        return call._replace(attn_mask=None, is_causal=True)
     return call
+
+
+def _seen(mask: torch.Tensor) -> Any:
+    """Where keys are seen as they are, if they aren't seen at all elsewhere; else None. To what is
+    added the lowest number is infinity: no score is as large."""
+    if mask.dtype is torch.bool:
+        return mask.numpy()
+    lowest = torch.finfo(mask.dtype).min
+    seen, hidden = mask == 0, mask <= lowest
+    return seen.numpy() if bool((seen | hidden).all()) else None
 
 
 def attend(call: Attention) -> torch.Tensor | None:
