@@ -212,8 +212,7 @@ def _recipes(plan: Plan, call: Call) -> list[Any] | None:
     `nn.TransformerEncoder` looks at a mask that it has made of sizes, and attention at masks of all
     libraries.
     """
-    forms = [form for form in plan.result_forms if form is not None]
-    if plan.mutated or not plan.run.is_of_values or any(f.varying or f.unreduced for f in forms):
+    if plan.mutated or not plan.run.is_of_values:
         return None
     recipes: list[Any] = []
     for leaf in call.leaves:
@@ -227,7 +226,8 @@ def _recipes(plan: Plan, call: Call) -> list[Any] | None:
             recipes.append(functools.partial(_same, leaf))
         else:
             return None
-    return recipes
+    forms = (form for form in plan.result_forms if form is not None)
+    return None if any(form.varying or form.unreduced for form in forms) else recipes
 
 
 def _same(value: Any) -> Any:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from xla_dtensor.runtime import program_cache
 from xla_dtensor.runtime.topologies import Topology
 
 MAX_BYTES = 2**29
-"""What was not used for longest goes. A program of 80 layers has 4 MB."""
+"""What was not used for longest goes."""
 _ENDING = ".plan.gz"
 _NAME = re.compile(r'^#\w+ = loc\("([^"]*)"\(', re.MULTILINE)
 """Of an operation, by the modules that it is in; a file's has no parenthesis behind it."""
@@ -72,6 +73,7 @@ def digest(
         *(jaxlib.__version__, compiler, topology.name, available),
         *([device.id for device in devices], sorted(options.items())),
         *map(os.environ.get, _FLAGS),
+        *(field.name for kept in (Said, Memory) for field in dataclasses.fields(kept)),
     ]
     text, named = lowered.as_text(), lowered.as_text(debug_info=True)
     names = "\n".join(_NAME.findall(named))  # without the lines of Python that called
@@ -100,7 +102,7 @@ def _read(path: Path) -> Said | None:
     try:
         values = json.loads(gzip.decompress(path.read_bytes()))
         os.utime(path)
-    except (OSError, EOFError, ValueError):  # none, or half of one
+    except (OSError, EOFError, ValueError, zlib.error):  # none, or half of one
         return None
     memory = values.pop("memory")
     memory["largest"] = tuple(memory["largest"])

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import torch
 
-from xla_dtensor.base import executor
 from xla_dtensor.base.ours import is_ours
 from xla_dtensor.integration.patching.calls import dispatched
 
@@ -113,10 +113,10 @@ def with_known_mask(call: Attention) -> Attention:
         return call
     if not 0 < mask.numel() <= LARGEST_KNOWN or not is_long(call._replace(attn_mask=None)):
         return call
-    found = _same_batch(call.query, call.key, call.value, call.enable_gqa)
-    if found is None or not _fits(mask, *found[:2]) or constant_recipe(mask) is None:
+    found, recipe = _same_batch(*call.tensors[:3], call.enable_gqa), constant_recipe(mask)
+    if recipe is None or found is None or not _fits(mask, *found[:2]):
         return call
-    seen = _seen(executor.current().on_host(mask))
+    seen = _seen(np.asarray(recipe()))  # not as a tensor, with which the step would compute
     if seen is None:
         return call
     if seen.all():
@@ -127,14 +127,13 @@ def with_known_mask(call: Attention) -> Attention:
     return call
 
 
-def _seen(mask: torch.Tensor) -> Any:
+def _seen(mask: np.ndarray) -> Any:
     """Where keys are seen as they are, if they aren't seen at all elsewhere; else None. To what is
     added the lowest number is infinity: no score is as large."""
-    if mask.dtype is torch.bool:
-        return mask.numpy()
-    lowest = torch.finfo(mask.dtype).min
-    seen, hidden = mask == 0, mask <= lowest
-    return seen.numpy() if bool((seen | hidden).all()) else None
+    if mask.dtype == np.bool_:
+        return mask
+    seen, hidden = mask == 0, mask <= ml_dtypes.finfo(mask.dtype).min
+    return seen if (seen | hidden).all() else None
 
 
 def attend(call: Attention) -> torch.Tensor | None:
