@@ -66,7 +66,8 @@ SHORT = (
     "tests/layouts/test_factors.py",
     "tests/compat/torch_xla/test_meshes.py",
 )
-ALSO = ("pytest", "pytest-xdist", "expecttest", "safetensors", "matplotlib", "tqdm")
+# absl: JAX 0.9.2's kernels for TPUs import it, and JAX doesn't bring it.
+ALSO = ("pytest", "pytest-xdist", "expecttest", "safetensors", "matplotlib", "tqdm", "absl-py")
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ def equations(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 def run(equation: Any, operands: list[Any], **changed: Any) -> list[Any]:
     parameters = equation.primitive.get_bind_params({**equation.params, **changed})
+    if isinstance(parameters, tuple):  # until JAX 0.9.0, with functions before them
+        parameters = parameters[-1]
     found = equation.primitive.bind(*operands, **parameters)
     return list(found) if equation.primitive.multiple_results else [found]
 
