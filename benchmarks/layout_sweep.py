@@ -32,7 +32,7 @@ os.environ["NPROC"] = "64"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what XLA cannot do well is what is measured
 
 import jax
-from sweep.layouts import LAYOUTS, MESHES, ONE_AXIS
+from sweep.layouts import LAYOUTS, MESHES, on_mesh
 from sweep.measure import OURS, SIDES, measure
 from sweep.models import MODELS
 
@@ -62,8 +62,8 @@ def selected(models: Sequence[str], layouts: Sequence[str], mesh: str) -> list[t
     return [
         (model, layout)
         for model in models
-        for layout in layouts
-        if layout in MODELS[model].layouts and (len(MESHES[mesh]) > 1 or layout in ONE_AXIS)
+        for layout in on_mesh(layouts, mesh)
+        if layout in MODELS[model].layouts
     ]
 
 

@@ -31,8 +31,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "64")
 
 from sweep import lstm
-from sweep.layouts import MESHES as AXES
-from sweep.layouts import ONE_AXIS, OnMesh
+from sweep.layouts import OnMesh, on_mesh
 from sweep.models import MODELS
 from sweep.sides import case
 
@@ -88,7 +87,7 @@ def rows(model: str) -> dict[str, tuple[Any, Any]]:
     made = TIMED[model]
     found = {}
     for mesh in MESHES:
-        for layout in made.layouts if len(AXES[mesh]) > 1 else ONE_AXIS:
+        for layout in on_mesh(made.layouts, mesh):
             on = OnMesh.of(layout, mesh)
             own = case(made, on)
             device_mesh = xd.init_device_mesh("xla", on.shape, mesh_dim_names=on.axes)

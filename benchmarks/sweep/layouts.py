@@ -132,6 +132,11 @@ ONE_AXIS = ("dp", "fsdp0", "fsdp-largest")
 """The layouts of a mesh that has the batch's axis alone."""
 
 
+def on_mesh(layouts: Sequence[str], mesh: str) -> list[str]:
+    """Those that make sense on a mesh, one of `MESHES`."""
+    return [layout for layout in layouts if len(MESHES[mesh]) > 1 or layout in ONE_AXIS]
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """A layout on a mesh.

@@ -125,12 +125,8 @@ class Computation:
 
     def of_values(self, values: list[Any]) -> list[Any]:
         """The logical values of the results that are there, of those of the leaves; on no mesh."""
-        values = [
-            jnp.zeros(form.shape, form.jax_dtype)
-            if self.reads_nothing and isinstance(form, Form)
-            else value
-            for value, form in zip(values, self._forms, strict=True)
-        ]
+        if self.reads_nothing:
+            values = list(map(self._logical, values, self._forms))
         with at(Target("cpu")):
             fresh, _ = self._lowered(_no_keys, *self._filled(values))
         found = zip(fresh, self._result_forms, strict=False)
