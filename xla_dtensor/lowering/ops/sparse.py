@@ -52,3 +52,10 @@ for _name in _OF_INDICES:
         "give an embedding sparse=False, and its optimizer gets a dense gradient (Adam in place "
         "of SparseAdam); other sparse tensors make on the CPU",
     )
+for _name in (
+    "_convert_indices_from_coo_to_csr",
+    "_convert_indices_from_coo_to_csr.out",
+    "_convert_indices_from_csr_to_coo",
+    "_convert_indices_from_csr_to_coo.out",
+):
+    _refuse(_name, "make the sparse tensor on the CPU, and what is dense on the devices")
