@@ -55,6 +55,68 @@ def test_an_identity_stays(mesh_2x4: DeviceMesh) -> None:
     assert len(known) == 100
 
 
+@pytest.mark.parametrize("placed", ["one device", "sharded"])
+def test_memory_is_given_back_and_taken_again(placed: str, mesh_2x4: DeviceMesh) -> None:
+    """What libraries do that compute values again (torch_geometric's reversible networks)."""
+    start = torch.arange(8.0)
+    x = start.to("xla")
+    if placed == "sharded":
+        x = distribute_tensor(start, mesh_2x4, [Shard(0), Replicate()])
+    y = x + 1
+    view, memory, address = x[2:], x.untyped_storage(), x.data_ptr()
+    assert memory.resize_(0) is memory
+    assert memory.nbytes() == memory.size() == 0
+    assert x.shape == (8,)
+    for read in (lambda: x + 1, lambda: view.tolist(), lambda: repr(x), lambda: x.add_(1)):
+        with pytest.raises(RuntimeError, match="was given back"):
+            read()
+    with pytest.raises(RuntimeError, match="was given back"):
+        xd.compile(lambda x: x + 1)(x)
+    with pytest.raises(UnsupportedOpError, match="only to 0"):
+        memory.resize_(8)
+    memory.resize_(0)
+    assert torch.equal(y.cpu(), start + 1)  # what was made of it stays
+    memory.resize_(32)
+    assert memory.nbytes() == 32
+    assert x.data_ptr() == address
+    x.copy_(y)
+    assert torch.equal(view.cpu(), start[2:] + 1)
+    memory.resize_(32)
+    assert torch.equal(x.cpu(), start + 1)
+
+
+def test_given_back_before_it_was_computed() -> None:
+    """Eager operations are written down, and run later: what waits is dropped with the memory."""
+    x = torch.ones(4, device="xla") * 2
+    y = x + 1
+    x.untyped_storage().resize_(0)
+    z = y * 2
+    assert z.tolist() == [6.0] * 4
+    with pytest.raises(RuntimeError, match="was given back"):
+        x.tolist()
+
+
+def test_given_back_weights_in_a_step_and_in_backward() -> None:
+    layer = nn.Linear(3, 3).to("xla")
+    step = xd.compile(lambda x: layer(x).sum())
+    x = torch.ones(2, 3, device="xla")
+    expected = step(x).item()
+    kept = layer.weight.detach().clone()
+    loss = layer(x).square().sum()
+    layer.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was given back"):
+        step(x)
+    loss.backward()  # which doesn't read the weight, as nothing asks for x's gradient
+    assert layer.weight.grad is not None
+    layer.weight.untyped_storage().resize_(36)
+    assert step(x).item() == pytest.approx(layer.bias.sum().item() * 2)
+    with torch.no_grad():
+        layer.weight.copy_(kept)
+    assert step(x).item() == expected
+    with pytest.raises(UnsupportedOpError, match="whose memory is XLA's"):
+        xd.compile(lambda x: x.untyped_storage().resize_(0))(x)
+
+
 def test_not_in_compiled_steps(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
     step = xd.compile(lambda x: x + (x.data_ptr() & 1))
@@ -80,7 +142,6 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "written": lambda x: x.untyped_storage().fill_(0),
     "an element written": lambda x: x.untyped_storage().__setitem__(0, 1),
     "an element deleted": lambda x: x.untyped_storage().__delitem__(0),
-    "resized": lambda x: x.untyped_storage().resize_(0),
 }
 
 

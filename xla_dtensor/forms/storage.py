@@ -62,6 +62,10 @@ class Pending:
         self.batch = None
 
 
+class GivenBack(Exception):
+    """Why a storage has no array: somebody has taken its memory away."""
+
+
 # One counter for all storages: a tensor can move to another one (`x.data = y`), and what was
 # computed from the first must not pass for the second's.
 _versions = itertools.count(1)
@@ -182,6 +186,8 @@ class Storage:
         value = self.value
         while value.__class__ is Pending:
             if value.error is not None:
+                if isinstance(value.error, GivenBack):
+                    raise RuntimeError(str(value.error))
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
                     "operations that were written down to run together (eagerly, or in a call of "
@@ -298,6 +304,36 @@ class Storage:
         pending = Pending(None, 0)
         pending.fail(error)
         self.array = pending
+
+    def give_back(self) -> None:
+        """Let the devices' memory go; whoever reads the value then gets an error. `refill` undoes
+        it.
+
+        Raises:
+            UnsupportedOpError: see ``refuses_writes``.
+        """
+        self.check_write()
+        batch = executor.enclosing_batch()
+        if batch is not None:
+            batch.replaces(self)
+        self.give_up(
+            GivenBack(
+                f"the memory of this tensor of shape {list(self.form.shape)} was given back by "
+                "untyped_storage().resize_(0); resize_(nbytes) makes it zeros again"
+            )
+        )
+        self.version = next(_versions)
+
+    def refill(self) -> None:
+        """Memory in place of what was given back: zeros, where torch promises nothing."""
+        form = self.form
+        array = arrays.full(form.array_shape, 0, form.jax_dtype, form.sharding)
+        self.write(array, form)
+
+    @property
+    def is_given_back(self) -> bool:
+        value = self.value
+        return value.__class__ is Pending and isinstance(value.error, GivenBack)
 
     def introduce(self, tensor: Any) -> None:
         """A second tensor is about to be made on this storage, from ``tensor``. An operation's

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.views import CrossingStep
+
+if TYPE_CHECKING:
+    from xla_dtensor.forms.storage import Storage
 
 _lock = threading.Lock()
 # Far from all addresses that programs have. It grows by the size of what has got a number.
@@ -29,15 +34,19 @@ class DeviceMemory(torch.UntypedStorage):
     """
 
     _address: int
+    _full: int
+    _of: Callable[[], Storage | None]
 
     # Without memory: torch then knows a size.
     @staticmethod
-    def __new__(cls: Any, nbytes: int, address: int) -> Any:
+    def __new__(cls: Any, nbytes: int, address: int, storage: Storage) -> Any:
         memory = torch.UntypedStorage.__new__(cls, nbytes, device="meta")
         memory._address = address
+        memory._full = nbytes
+        memory._of = weakref.ref(storage)  # which holds this
         return memory
 
-    def __init__(self, nbytes: int, address: int) -> None:
+    def __init__(self, nbytes: int, address: int, storage: Storage) -> None:
         """Everything happens in ``__new__``."""
 
     @property
@@ -51,6 +60,38 @@ class DeviceMemory(torch.UntypedStorage):
         )
         return self._address
 
+    def nbytes(self) -> int:
+        storage = self._of()
+        return 0 if storage is not None and storage.is_given_back else self._full
+
+    size = nbytes
+
+    def resize_(self, size: int) -> torch.UntypedStorage:
+        """To 0 gives the memory back, although there are tensors that see it: memory is saved so
+        where values are computed again. To what it was makes it zeros, where torch leaves it to
+        chance.
+
+        Raises:
+            UnsupportedOpError: any other size, or in a compiled step.
+        """
+        executor.current().not_in_step(
+            "storage.resize_() in a compiled step, whose memory is XLA's: it gives back what isn't "
+            "used any more by itself, and torch.utils.checkpoint computes values again"
+        )
+        storage = self._of()
+        if storage is None:
+            raise RuntimeError("resize_ of a storage whose tensors are gone")
+        if size not in (0, self._full):
+            raise UnsupportedOpError(
+                f"resize_ of an xla tensor's storage of {self._full} bytes to {size}: only to 0, "
+                f"which gives its memory back, or to what it was; tensor.resize_ has other sizes"
+            )
+        if size == 0 and not storage.is_given_back:
+            storage.give_back()
+        elif size and storage.is_given_back:
+            storage.refill()
+        return self
+
     def __repr__(self) -> str:
         return f"DeviceMemory({self.nbytes()} bytes)"
 
@@ -61,7 +102,7 @@ class DeviceMemory(torch.UntypedStorage):
 # What neither reads nor writes memory. Every other method of torch's class is refused, those that a
 # later torch adds, too.
 _KEPT = {
-    *("nbytes", "size", "element_size", "untyped", "get_device", "is_shared", "is_pinned"),
+    *("element_size", "untyped", "get_device", "is_shared", "is_pinned"),
     *("resizable", "type", "_weak_ref", "_free_weak_ref", "_fix_weakref", "_expired"),
     *("_shared_incref", "_shared_decref", "_new_with_weak_ptr", "_get_filename"),
 }
@@ -110,7 +151,7 @@ def _memory_of(tensor: Any) -> DeviceMemory:
             else:
                 address = _next_address
                 _next_address += -(-nbytes // 64) * 64 + 64
-            memory = known[nbytes] = DeviceMemory(nbytes, address)
+            memory = known[nbytes] = DeviceMemory(nbytes, address, storage)
             storage.memories = known
     return memory
 
