@@ -60,6 +60,25 @@ def test_a_killed_process_is_named_by_the_others(victim: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["the main thread", "another thread", "eager", "caught"])
+def test_a_process_killed_in_a_collective_is_named_with_the_line(where: str) -> None:
+    """JAX's own words are `Gloo all-reduce failed: ... Connection reset by peer`, of nobody."""
+    results = launch.run(["-m", "tests.runtime.programs.killed", where], 2, 90, HEARTBEAT)
+    assert results[1].code == -signal.SIGKILL
+    output = ended(results, 0)
+    assert f"process 1 on {os.uname().nodename} (pid " in output
+    assert "it was last seen at " in output
+    assert "killed.py" in output.partition("it was last seen at")[2].splitlines()[0]
+    if "Gloo all-reduce failed" in output:  # or it hung, and was ended by the missing signs of life
+        assert "DistributedError" in output
+        assert "JaxRuntimeError" not in output
+        assert "computed something together with it\n  at " in output
+    if where == "caught" and "Gloo all-reduce failed" in output:
+        assert "saved what there is" in output
+    assert results[0].seconds - results[1].seconds < 25
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_named_by_the_others(victim: int) -> None:
     variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": str(victim)}

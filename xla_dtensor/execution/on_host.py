@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from xla_dtensor.base import assertions
@@ -28,7 +27,7 @@ def on_host(tensor: Any) -> torch.Tensor:
         assertions.look()
         with reading(tensor) as array:  # of this process's one device
             (shard,) = array.addressable_shards
-            return from_numpy(np.asarray(shard.data).reshape(form.shape))
+            return from_numpy(arrays.get(shard.data).reshape(form.shape))
     refuse_varying(form, ON_HOST)
     assertions.look()
     arrays.about_to_read(tensor._storage_.array, f"a tensor of shape {list(form.shape)}")

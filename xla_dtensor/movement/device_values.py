@@ -145,7 +145,7 @@ def local_values(tensor: XLATensor) -> list[torch.Tensor]:
         if form.frame is None:
             return [from_numpy(arrays.get(array))]
         return [
-            from_numpy(np.asarray(shard.data).reshape(form.shape)) for _, shard in _own(array, form)
+            from_numpy(arrays.get(shard.data).reshape(form.shape)) for _, shard in _own(array, form)
         ]
 
 

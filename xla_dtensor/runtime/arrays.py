@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_dtensor.runtime import abstract, agreement, processes, user_positions
+from xla_dtensor.runtime import abstract, agreement, heartbeats, processes, user_positions
 from xla_dtensor.runtime.abstract_array import AbstractArray
 
 
@@ -230,12 +230,16 @@ def get(array: Any) -> np.ndarray:
         array: a ``jax.Array`` or what NumPy takes.
 
     Raises:
+        DistributedError: it was computed together with a process that is gone.
         RuntimeError: XLA has computed fewer elements than the array's shape says.
     """
-    if not processes.several() or getattr(array, "is_fully_addressable", True):
+    if not processes.several():
         value = np.asarray(array)
+    elif getattr(array, "is_fully_addressable", True):
+        with heartbeats.NamingTheLost():
+            value = np.asarray(array)
     else:
-        with user_positions.reading():
+        with user_positions.reading(), heartbeats.NamingTheLost():
             if not is_here(array):
                 array = _resharded(_replicated(array.sharding))(array)
             value = np.asarray(array)

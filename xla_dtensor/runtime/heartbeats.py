@@ -19,7 +19,8 @@ import time
 import traceback
 from typing import Any
 
-from xla_dtensor.base.source_line import is_users
+from xla_dtensor.base.source_line import is_users, user_line
+from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import processes, user_positions
 from xla_dtensor.runtime.idle import is_idle
 from xla_dtensor.runtime.user_positions import Whereabouts
@@ -39,6 +40,7 @@ _AT_THE_END = 300.0  # how long a process that has finished waits for the others
 class _Heartbeats:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+        self.interval = min(2.0, timeout / 5)
         self.stopping = threading.Event()
         self.failing = False
         self.heard = time.monotonic()  # when the store last answered
@@ -51,7 +53,7 @@ class _Heartbeats:
         store, me = processes.store(), processes.index()
         seen: dict[str, tuple[str, float]] = {}
         number = 0
-        while not self.stopping.wait(min(2.0, self.timeout / 5)):
+        while not self.stopping.wait(self.interval):
             number += 1
             try:
                 store.put(f"alive/{me}", f"{number} {user_positions.here().text()}", again=True)
@@ -71,6 +73,7 @@ class _Heartbeats:
                 say_failed(
                     f"{processes.known(int(index))} has given no sign of life for "
                     f"{self.timeout:g} s: it was killed or stopped, or its host is gone"
+                    f"{_last_line(value)}"
                 )
 
     def _listen(self) -> None:
@@ -103,8 +106,9 @@ class _Heartbeats:
         """End this process, since another one has failed."""
         if self.failing or self.stopping.is_set():
             return
-        me = processes.known(processes.index())
-        os.write(2, f"xla_dtensor: {me} ends, since {text}\n".encode())
+        me, own = processes.known(processes.index()), user_positions.here().line
+        own = f"\n  this one is {own}" if own else ""
+        os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
         end = time.monotonic() + _GRACE
         while time.monotonic() < end:
             if self.stopping.wait(0.1):
@@ -162,6 +166,77 @@ def say_failed(text: str) -> None:
     except Exception as error:
         if "ALREADY_EXISTS" not in str(error):
             logger.warning("xla_dtensor: could not tell the others that %s (%s)", text, error)
+
+
+# What JAX's errors have of Gloo (CPUs), NCCL (GPUs) and gRPC when another process is gone.
+_OF_TRANSPORT = (
+    *("Gloo ", "gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe"),
+    *("Socket closed", "UNAVAILABLE"),
+)
+
+
+class NamingTheLost:
+    """A block in which an error of JAX's that comes of another process's end says whose.
+
+    Raises:
+        DistributedError: at the end of the block: which process is gone, and where this one waited
+            for it.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        running, text = _running, str(error)
+        if (
+            running is None
+            or not isinstance(error, RuntimeError)
+            or isinstance(error, DistributedError)
+            or not any(word in text for word in _OF_TRANSPORT)
+        ):
+            return
+        # The main thread's error ends the process; another one's doesn't, so listening does.
+        running.failing |= threading.current_thread() is threading.main_thread()
+        try:
+            gone = _gone(running)
+        except Exception as failure:  # the store is process 0's
+            gone = f"{_coordinator()} doesn't answer ({str(failure).splitlines()[0]})"
+        say_failed(gone)
+        me = processes.known(processes.index())
+        raise DistributedError(
+            f"{gone}\n{me} computed something together with it{user_line()}\n"
+            f"JAX says: {text.splitlines()[0]}"
+        ) from None
+
+
+def _gone(running: _Heartbeats) -> str:
+    """Which process is gone, by missing signs of life. A connection was lost, so fewer of them will
+    do than where nobody complains."""
+    store = processes.store()
+    others = [str(i) for i in range(processes.count()) if i != processes.index()]
+    seen, changed = store.all_of("alive"), dict.fromkeys(others, time.monotonic())
+    while True:
+        said = store.look("failed")
+        if said is not None:
+            return said
+        now, alive = time.monotonic(), store.all_of("alive")
+        for other in others:
+            if alive.get(other) != seen.get(other):
+                changed[other] = now
+        seen = alive
+        longest = min(others, key=changed.__getitem__)
+        if now - changed[longest] > 3 * running.interval:
+            return (
+                f"{processes.known(int(longest))} is gone: it was killed, or its host is gone"
+                f"{_last_line(seen.get(longest, ''))}"
+            )
+        time.sleep(0.1)
+
+
+def _last_line(sign: str) -> str:
+    """Where a process was at its last sign of life, for the end of a message."""
+    line = user_positions.read(sign.partition(" ")[2]).line if sign else ""
+    return f"\n  it was last seen {line}" if line else ""
 
 
 def leave() -> None:
