@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,21 @@ def test_a_process_killed_in_a_collective_is_named_with_the_line(where: str) -> 
     if where == "caught" and "Gloo all-reduce failed" in output:
         assert "saved what there is" in output
     assert results[0].seconds - results[1].seconds < 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 1])
+def test_stacks_of_all_processes_on_a_signal(asked: int, tmp_path: Path) -> None:
+    """Also of one that waits in a collective, whose Python runs no handler."""
+    run = ["-m", "tests.runtime.programs.hanging", str(asked), str(tmp_path)]
+    results = launch.run(run, 2, 90, HEARTBEAT)
+    (file,) = tmp_path.glob("xla_dtensor_stacks_*.txt")
+    assert str(file) in results[asked].output
+    first, second = file.read_text().split("process 1 on ")
+    assert first.startswith("process 0 on ")
+    assert "step(x).item()  # waits" in first
+    assert "time.sleep(0.05)  # hangs" in second
+    assert "thread MainThread" in first and "thread MainThread" in second
 
 
 @pytest.mark.slow

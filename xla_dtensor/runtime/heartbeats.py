@@ -44,6 +44,7 @@ class _Heartbeats:
         self.stopping = threading.Event()
         self.failing = False
         self.heard = time.monotonic()  # when the store last answered
+        self.stacks = user_positions.StacksOnRequest(patience=4 * self.interval)
         self.threads = [
             threading.Thread(target=run, name=f"xla_dtensor {name}", daemon=True)
             for name, run in (("signs of life", self._beat), ("listening", self._listen))
@@ -60,6 +61,7 @@ class _Heartbeats:
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
+                self.stacks.look()
             except Exception as error:
                 self._lost(error)
 
