@@ -39,9 +39,10 @@ class Pending:
         index: the value's number in the batch; ``code``: as an operand there.
         storage: a weak reference to the storage that waits for it.
         error: why there will never be an array, once the batch has failed.
+        says_all: whether ``error`` itself is what users are told.
     """
 
-    __slots__ = ("batch", "code", "error", "index", "storage")
+    __slots__ = ("batch", "code", "error", "index", "says_all", "storage")
 
     storage: Callable[[], Storage | None]
     error: BaseException | None
@@ -54,6 +55,7 @@ class Pending:
         self.code = code
         self.storage = _nobody
         self.error = None
+        self.says_all = False
 
     def fail(self, error: BaseException) -> None:
         """There will be no array. The batch goes on, and must not take this for one of the values
@@ -182,6 +184,8 @@ class Storage:
         value = self.value
         while value.__class__ is Pending:
             if value.error is not None:
+                if value.says_all:
+                    raise type(value.error)(*value.error.args)
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
                     "operations that were written down to run together (eagerly, or in a call of "
@@ -293,10 +297,12 @@ class Storage:
         self.reform(form)
         self.version = next(_versions)
 
-    def give_up(self, error: BaseException) -> None:
-        """There will be no value, because of ``error``."""
+    def give_up(self, error: BaseException, says_all: bool = False) -> None:
+        """There will be no value, because of ``error``: with ``says_all``, that is all that users
+        who ask for it are told."""
         pending = Pending(None, 0)
         pending.fail(error)
+        pending.says_all = says_all
         self.array = pending
 
     def introduce(self, tensor: Any) -> None:
