@@ -60,6 +60,7 @@ def blocks(page: str) -> list[str]:
         ("libraries.md", 1, []),
         ("config.md", 1, ["switch             value"]),
         ("several_processes.md", 1, ["1 processes, the sum is 128.0"]),
+        ("jax.md", 5, []),
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
         (
             "compile.md",

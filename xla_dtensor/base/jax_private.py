@@ -51,6 +51,8 @@ NAMES = {
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
         ":_splash_attention_bwd"
     ),
+    # What `let_64_bit_equations_lower` mends.
+    "lower_per_platform": "jax._src.interpreters.mlir:lower_per_platform",
     # What `let_empty_results_be_sharded` mends.
     "check_out_shardings": "jax._src.interpreters.pxla:_maybe_get_and_check_out_shardings",
     "UNSPECIFIED": "jax._src.sharding_impls:UNSPECIFIED",
@@ -155,3 +157,41 @@ def let_empty_results_be_sharded() -> None:
         ]
 
     replace("check_out_shardings", check)
+
+
+@functools.cache
+def let_64_bit_equations_lower() -> None:
+    """An equation with 64-bit values is lowered with 64-bit types on, as it was traced.
+
+    ``jax.jit`` lowers with the setting of its caller. Where that is off, what JAX lowers by
+    functions of its own (``argmax``, clamped indices) is cut to 32 bits halfway, and refused:
+    64-bit values in a program of 32 bits are something that JAX sees only of us.
+    """
+    import jax
+
+    original = _borrowed.get("lower_per_platform")
+
+    def lower(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if not jax.config.jax_enable_x64:
+            avals = (*(context.avals_in or ()), *(context.avals_out or ()))
+            if any(getattr(getattr(aval, "dtype", None), "name", "") in _WIDE for aval in avals):
+                with jax.enable_x64(True):
+                    return original(context, *args, **kwargs)
+        return original(context, *args, **kwargs)
+
+    replace("lower_per_platform", lower)
+
+
+_WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """The mesh axes of an enclosing ``shard_map`` along which an array differs from device to
+    device."""
+    import jax
+
+    aval: Any = jax.typeof(array)
+    if hasattr(aval, "vma"):  # until 0.9
+        found: frozenset[str] = aval.vma
+        return found
+    return frozenset(aval.manual_axis_type.varying)

@@ -39,9 +39,10 @@ class Pending:
         index: the value's number in the batch; ``code``: as an operand there.
         storage: a weak reference to the storage that waits for it.
         error: why there will never be an array, once the batch has failed.
+        says_all: whether ``error`` itself is what users are told.
     """
 
-    __slots__ = ("batch", "code", "error", "index", "storage")
+    __slots__ = ("batch", "code", "error", "index", "says_all", "storage")
 
     storage: Callable[[], Storage | None]
     error: BaseException | None
@@ -54,6 +55,7 @@ class Pending:
         self.code = code
         self.storage = _nobody
         self.error = None
+        self.says_all = False
 
     def fail(self, error: BaseException) -> None:
         """There will be no array. The batch goes on, and must not take this for one of the values
@@ -62,7 +64,7 @@ class Pending:
         self.batch = None
 
 
-class GivenBack(Exception):
+class GivenBack(RuntimeError):
     """Why a storage has no array: somebody has taken its memory away."""
 
 
@@ -186,8 +188,8 @@ class Storage:
         value = self.value
         while value.__class__ is Pending:
             if value.error is not None:
-                if isinstance(value.error, GivenBack):
-                    raise RuntimeError(str(value.error))
+                if value.says_all:
+                    raise type(value.error)(*value.error.args)
                 raise RuntimeError(
                     f"this tensor of shape {list(self.form.shape)} has no value: it was made by "
                     "operations that were written down to run together (eagerly, or in a call of "
@@ -299,10 +301,12 @@ class Storage:
         self.reform(form)
         self.version = next(_versions)
 
-    def give_up(self, error: BaseException) -> None:
-        """There will be no value, because of ``error``."""
+    def give_up(self, error: BaseException, says_all: bool = False) -> None:
+        """There will be no value, because of ``error``: with ``says_all``, that is all that users
+        who ask for it are told."""
         pending = Pending(None, 0)
         pending.fail(error)
+        pending.says_all = says_all
         self.array = pending
 
     def give_back(self) -> None:
@@ -320,7 +324,8 @@ class Storage:
             GivenBack(
                 f"the memory of this tensor of shape {list(self.form.shape)} was given back by "
                 "untyped_storage().resize_(0); resize_(nbytes) makes it zeros again"
-            )
+            ),
+            says_all=True,
         )
         self.version = next(_versions)
 

@@ -132,17 +132,24 @@ def aminmax(x, *, dim=None, keepdim=False):
 
 
 @lowers("argmax")
-def argmax(x, dim=None, keepdim=False, *, search: Callable = jnp.argmax):
+def argmax(x, dim=None, keepdim=False, *, search: Callable = jax.lax.argmax):
     if x.dtype == np.bool_:
         x = x.astype(np.uint8)
     if x.ndim == 0:
         return jnp.zeros((), np.int64)
-    return search(x, axis=dim, keepdims=keepdim)
+    if np.iscomplexobj(x) or x.size >= 2**31:
+        return getattr(jnp, search.__name__)(x, axis=dim, keepdims=keepdim)
+    # Positions of 32 bits, which JAX also lowers where its 64-bit types are off.
+    flat, axis = (x.reshape(-1), 0) if dim is None else (x, dim % x.ndim)
+    found = search(flat, axis, np.int32).astype(np.int64)
+    if keepdim:
+        found = found.reshape((1,) * x.ndim) if dim is None else jnp.expand_dims(found, axis)
+    return found
 
 
 @lowers("argmin")
 def argmin(x, dim=None, keepdim=False):
-    return argmax(x, dim, keepdim, search=jnp.argmin)
+    return argmax(x, dim, keepdim, search=jax.lax.argmin)
 
 
 @lowers("max.dim")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_dtensor.base.jax_private import varying_axes
 from xla_dtensor.lowering.dims import wrap_dim
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers, views
@@ -78,7 +79,9 @@ def _transposed(get: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         if len(args) > 1 and not isinstance(args[1], int):
             return _at_position(grad, input_sizes, *args[:2])
         wide = grad.astype(math_dtype(grad.dtype))  # overlapping windows are added up
-        base = jax.ShapeDtypeStruct(tuple(input_sizes), wide.dtype)
+        base: Any = jax.ShapeDtypeStruct(tuple(input_sizes), wide.dtype)
+        if axes := varying_axes(wide):  # in somebody's shard_map
+            base = lax.pcast(jnp.zeros(base.shape, base.dtype), tuple(axes), to="varying")
         return jax.linear_transpose(lambda x: get(x, *args), base)(wide)[0].astype(grad.dtype)
 
     return backward

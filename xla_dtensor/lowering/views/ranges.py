@@ -40,10 +40,12 @@ def _put_range(
     value = jnp.broadcast_to(value.astype(base.dtype), shape)
     if value.size == 0 or value.size == base.size:
         return value if value.size else base
-    if length == 1:
-        return lax.dynamic_update_slice_in_dim(base, value, start, dim)
-    # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
     size = base.shape[dim]
+    if length == 1:
+        # As 32 bits, which JAX also lowers where its 64-bit types are off (under vmap, a scatter).
+        at = np.int32(start) if isinstance(start, int) and size < 2**31 else start
+        return lax.dynamic_update_slice_in_dim(base, value, at, dim)
+    # A range written by dynamic-update-slice makes XLA gather a base sharded in `dim`.
     written = np.zeros(size, bool)
     written[start : start + (length - 1) * step + 1 : step] = True
     values = spread(value, dim, start, step, size)
