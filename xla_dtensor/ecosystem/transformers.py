@@ -29,6 +29,15 @@ def install() -> None:
     """When its modules are imported."""
     for name, (path, handler) in _functions().items():
         on_import(name, functools.partial(_hook, path, handler))
+    on_import("transformers.cache_utils", _caches)
+
+
+def _caches(module: Any) -> None:
+    """A cache among a compiled step's arguments is its tensors: another one in each ``generate``
+    is no other program."""
+    from xla_dtensor.compilation.objects.kinds import made_of_attributes
+
+    made_of_attributes(module.Cache, module.CacheLayerMixin)
 
 
 def _functions() -> dict[str, tuple[str, Handler]]:
