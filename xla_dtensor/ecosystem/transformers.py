@@ -12,12 +12,14 @@ import contextlib
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from xla_dtensor.base.torch_private.attributes import parameters_of
+from xla_dtensor.ecosystem import transformers_generate
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import Handler, take_over
@@ -29,15 +31,21 @@ def install() -> None:
     """When its modules are imported."""
     for name, (path, handler) in _functions().items():
         on_import(name, functools.partial(_hook, path, handler))
-    on_import("transformers.cache_utils", _caches)
+    on_import("transformers.cache_utils", _is_attributes("Cache", "CacheLayerMixin"))
+    on_import("transformers.generation.logits_process", _is_attributes("LogitsProcessor"))
+    on_import("transformers.generation.utils", transformers_generate.install)
 
 
-def _caches(module: Any) -> None:
-    """A cache among a compiled step's arguments is its tensors: another one in each ``generate``
-    is no other program."""
-    from xla_dtensor.compilation.objects.kinds import made_of_attributes
+def _is_attributes(*names: str) -> Callable[[Any], None]:
+    """Among a compiled step's arguments objects of these classes are their tensors and numbers:
+    other ones in each ``generate`` are no other program."""
 
-    made_of_attributes(module.Cache, module.CacheLayerMixin)
+    def tell(module: Any) -> None:
+        from xla_dtensor.compilation.objects.kinds import made_of_attributes
+
+        made_of_attributes(*(getattr(module, name) for name in names if hasattr(module, name)))
+
+    return tell
 
 
 def _functions() -> dict[str, tuple[str, Handler]]:
