@@ -9,8 +9,10 @@ draw, and the writing of the token into a buffer of fixed size. What the loop ca
 
 from __future__ import annotations
 
+import copy
 import dis
 import functools
+import importlib
 import logging
 from typing import Any
 
@@ -25,8 +27,11 @@ logger = logging.getLogger("xla_dtensor")
 LENGTHS = 128
 # What the loop gives to the model besides the cache.
 KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-# The numbers that would have to be kept of each token.
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# The layers of a cache that are tensors, or can be.
+LAYERS = ("StaticLayer", "StaticSlidingWindowLayer")
+
+# Attributes of logits processors that requests set, and that only meet tensors.
+NUMBERS = ("temperature", "top_p", "min_p")
 
 
 def install(module: Any) -> None:
@@ -66,6 +71,9 @@ def _why_not(
         return ""
     if getattr(cache, "_is_user_defined", False):
         return "the cache is the caller's"
+    kinds = {type(layer).__name__ for layer in cache.layers} - set(LAYERS)
+    if kinds:
+        return f"a cache with layers of {', '.join(sorted(kinds))}"
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
     for name in ("_update_model_kwargs_for_generation", "prepare_inputs_for_generation", "_prefill"):
@@ -78,8 +86,7 @@ def _why_not(
         return "synced_gpus or prefill_chunk_size"
     if generation_config.return_dict_in_generate:
         return "return_dict_in_generate"
-    kinds = {c: type(c).__name__ for c in stopping_criteria}
-    for criterion, name in kinds.items():
+    for name in [type(c).__name__ for c in stopping_criteria]:
         if name not in ("MaxLengthCriteria", "EosTokenCriteria"):
             return f"the stopping criterion {name}"
     for processor in logits_processor:
@@ -119,22 +126,32 @@ def _generated(
 ) -> torch.Tensor:
     steps = model.__dict__.setdefault("xla_generation", Generation())
     cache = model_kwargs.pop("past_key_values")
-    longest = max([stopping_criteria.max_length, *(1 + x.max_cache_len for x in cache.layers)])
+    known = getattr(model, "_previous_max_cache_length", 0), generation_config.max_cache_len or 0
+    longest = max(stopping_criteria.max_length, *(1 + length for length in known))
     eos = [c.eos_token_id for c in stopping_criteria if hasattr(c, "eos_token_id")]
     on_device = lambda t: None if t is None else t.to(input_ids.device)
     how = {
-        "processors": list(logits_processor),
+        "processors": [_with_inputs(processor) for processor in logits_processor],
         "sample": bool(generation_config.do_sample),
         "eos": on_device(eos[0]) if eos else None,
         "pad": on_device(generation_config._pad_token_tensor),
     }
     size = -(-longest // LENGTHS) * LENGTHS
+    # A layer for a sliding window counts its tokens in Python, which would be a program for each.
+    # The mask lets no token see more than the window.
+    full = next((x.max_cache_len for x in cache.layers if not x.is_sliding), size)
+    static = importlib.import_module("transformers.cache_utils").StaticLayer
+    cache.layers[:] = [static(full) if x.is_sliding else x for x in cache.layers]
     state, finished = steps.prefill(model, cache, input_ids, model_kwargs, size, how)
     begin = input_ids.shape[1]
     length = begin + 1
     # A step may run before it is known whether it is the last, where nobody sees that it has: it
     # draws no random numbers.
     early = streamer is None and not how["sample"]
+    decode = functools.partial(steps.decode, model, cache, state, how)
+    # Between two tokens none of the caller's code runs but a streamer's, and what a step changes
+    # is tensors alone.
+    next_one = steps.decode.again if streamer is None else decode
     with model._optimize_model_for_decode():
         while True:
             if streamer is not None:
@@ -142,13 +159,25 @@ def _generated(
             if length == stopping_criteria.max_length or (not early and _is_true(finished)):
                 break
             was = finished
-            finished = steps.decode(model, cache, state, how)
+            finished = decode() if length == begin + 1 else next_one()
             if early and _is_true(was):
                 break
             length += 1
     if streamer is not None:
         streamer.end()
     return state["ids"][:, :length]
+
+
+def _with_inputs(processor: Any) -> Any:
+    """A logits processor whose numbers that requests set are tensors, and so inputs of a program:
+    transformers' code asks for the types of numbers, which makes those constants. Tensors of no
+    dims on the CPU count as numbers in torch."""
+    numbers = {n: v for n, v in vars(processor).items() if n in NUMBERS and type(v) is float}
+    if not numbers:
+        return processor
+    other = copy.copy(processor)
+    vars(other).update({n: torch.tensor(v, dtype=torch.float64) for n, v in numbers.items()})
+    return other
 
 
 def _is_true(finished: torch.Tensor | None) -> bool:

@@ -297,6 +297,9 @@ def of_object(walk: Walk, value: Any, path: str) -> None:
     methods(walk, cls)
 
 
+_FINDS_LOGGERS = frozenset({"getLogger", "getChild", "loggerDict"})
+
+
 def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     """Those in an object's dict that the code reads, and those that it assigns."""
     cls = type(value)
@@ -306,6 +309,9 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
         # Logging calls run when the step is traced, so handlers count only if the code names them.
         named = "handlers" in walk.names.attributes
         names = [name for name in names if name != "_cache" and (named or name != "handlers")]
+    if issubclass(cls, logging.Manager) and _FINDS_LOGGERS.isdisjoint(walk.names.attributes):
+        # All loggers of the process, of which `setLevel` empties the caches.
+        names = [name for name in names if name != "loggerDict"]
     if issubclass(cls, types.ModuleType):
         names = [n for n in names if n not in _OF_IMPORT or n in walk.names.attributes]
         if isinstance(own.get("__getattr__"), types.FunctionType):
