@@ -1,12 +1,12 @@
-"""Tokens per second of decoding: a compiled torch step, hand-written JAX, transformers' ``generate``.
+"""Tokens per second: a compiled torch step, hand-written JAX, and transformers' ``generate``.
 
-The model is examples/train_llama's (4 layers of 512, 8 heads over 4 key heads, vocabulary 8192), the
-cache has 512 places. Both sides start from the same weights, and their greedy tokens must be CPU
-torch's. A side's step takes a token in and gives the next one: model, sampling, and writing of cache
-and token are one program, whose state is updated in place (`serve/`). Sides take turns.
+The model is examples/train_llama's (4 layers of 512, 8 heads over 4 key heads, vocabulary 8192),
+with a cache of 512 places. Both sides start from the same weights, and their greedy tokens must be
+CPU torch's. A step takes a token in and gives the next one: model, sampling, and the writing of
+cache and token are one program, whose state is updated in place (`serve/`). Sides take turns.
 
-transformers' ``generate`` (``--generate``, where transformers is installed) decodes a Llama of the same
-sizes with a static cache; its time is per token, of a call without its prompt's part.
+``--generate`` adds transformers', where it is installed, of a Llama of the same sizes with a static
+cache: the time of a call less that of one for a prompt and a token.
 """
 
 from __future__ import annotations
@@ -276,7 +276,11 @@ def main() -> None:
                 options.temperature,
                 options.generate,
             )
-            print(case, {name: round(row["ratio"], 3) for name, row in rows[case].items()}, file=sys.stderr)
+            print(
+                case,
+                {name: round(row["ratio"], 3) for name, row in rows[case].items()},
+                file=sys.stderr,
+            )
     if options.record:
         record(Path(__file__).stem, rows)
     print(json.dumps(rows, indent=2) if options.json else markdown(rows))

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps.jax_llama import apply_rope, feed_forward, linear, rms_norm, rope_angles
 
 from serve.torch_decoding import COLUMNS, ROWS
-from steps.jax_llama import apply_rope, feed_forward, linear, rms_norm, rope_angles
 
 Params = dict[str, Array]
 State = dict[str, Any]
@@ -33,9 +33,7 @@ def attend(
     q_BSNH, k_BSKH = apply_rope(heads("wq"), cos, sin), apply_rope(heads("wk"), cos, sin)
     at = (0, 0, state["position"], 0)
     keys = lax.dynamic_update_slice(state["keys"][layer], k_BSKH.transpose(0, 2, 1, 3), at)
-    values = lax.dynamic_update_slice(
-        state["values"][layer], heads("wv").transpose(0, 2, 1, 3), at
-    )
+    values = lax.dynamic_update_slice(state["values"][layer], heads("wv").transpose(0, 2, 1, 3), at)
     # Queries that share a key head are rows of one product, so that nothing of the cache's length
     # is transposed: as einsums of [B, S, K, G, H] the step takes 1.2 times as long.
     q_BKGSH = q_BSNH.reshape(B, S, keys.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
@@ -65,7 +63,9 @@ def step(
         kept[0].append(keys)
         kept[1].append(values)
         x_BSD = x_BSD + out
-        x_BSD = x_BSD + feed_forward(params, f"{name}.feed_forward", norm(f"{name}.ffn_norm", x_BSD))
+        x_BSD = x_BSD + feed_forward(
+            params, f"{name}.feed_forward", norm(f"{name}.ffn_norm", x_BSD)
+        )
     logits_BV = linear(params, "output", norm("norm", x_BSD[:, -1]))
     key = state["key"]
     if temperature:
@@ -76,14 +76,20 @@ def step(
     next_B1 = next_B[:, None].astype(jnp.int32)
     position = position + length
     tokens_BT = lax.dynamic_update_slice(state["tokens"], next_B1, (0, position))
-    return dict(keys=kept[0], values=kept[1], tokens=tokens_BT, position=position, key=key), next_B1
+    state = {"keys": kept[0], "values": kept[1], "tokens": tokens_BT}
+    return {**state, "position": position, "key": key}, next_B1
 
 
 class JaxDecoder:
     """Weights and state on the devices, and the compiled step; ``many`` tokens a call if asked."""
 
     def __init__(
-        self, weights: dict[str, np.ndarray], config: Any, batch: int, temperature: float, devices: int
+        self,
+        weights: dict[str, np.ndarray],
+        config: Any,
+        batch: int,
+        temperature: float,
+        devices: int,
     ) -> None:
         self.config, self.batch = config, batch
         self.mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
@@ -103,7 +109,9 @@ class JaxDecoder:
         # The state goes out as it came in, so that it is donated.
         shardings = jax.tree.map(lambda x: x.sharding, self.start())
         self.step = jax.jit(
-            self.function, donate_argnums=1, out_shardings=(shardings, NamedSharding(self.mesh, P()))
+            self.function,
+            donate_argnums=1,
+            out_shardings=(shardings, NamedSharding(self.mesh, P())),
         )
 
         def many(params: Params, state: State, tokens: Array, count: int) -> tuple[State, Array]:
@@ -120,7 +128,9 @@ class JaxDecoder:
     def start(self) -> State:
         c = self.config
         shape = self.batch, c.kv_heads, c.max_seq, c.head_dim
-        cache = lambda: [self.put(np.zeros(shape, np.float32), P(None, "tp")) for _ in range(c.layers)]
+        cache = lambda: [
+            self.put(np.zeros(shape, np.float32), P(None, "tp")) for _ in range(c.layers)
+        ]
         return {
             "keys": cache(),
             "values": cache(),

@@ -50,7 +50,9 @@ class Decoder(nn.Module):
         """Of the last token, [B, V]; keys and values go into the cache."""
         model = self.model
         places_S = self.position + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        visible_ST = torch.arange(self.tokens_BT.shape[1], device=places_S.device) <= places_S[:, None]
+        visible_ST = (
+            torch.arange(self.tokens_BT.shape[1], device=places_S.device) <= places_S[:, None]
+        )
         rope = places_S, visible_ST, model.cos[places_S], model.sin[places_S]
         x_BSD = model.tok_embeddings(tokens_BS)
         for i, block in enumerate(model.layers):

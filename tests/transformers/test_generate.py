@@ -1,4 +1,4 @@
-"""``generate`` with a static cache: a program for the prompt and one for a token, and torch's tokens."""
+"""``generate`` with a static cache: a program for the prompt, one for a token, torch's tokens."""
 
 from __future__ import annotations
 

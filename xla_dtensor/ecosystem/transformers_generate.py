@@ -1,10 +1,11 @@
 """``generate`` of Hugging Face transformers with a static cache: one program a token.
 
 transformers' own loop calls the model, and computes around it eagerly with tensors that grow by a
-token each time: on xla devices a program for each length. On CUDA it lets ``torch.compile`` make one
-of the model alone. Here all that a token needs is one program: the model, the logits processors, the
-draw, and the writing of the token into a buffer of fixed size. What the loop can do and this can't
-(`_why_not`) is left to it. Nothing of transformers is copied. Read and checked in 5.23.0.
+token each time: on xla devices a program for each length. On CUDA it lets ``torch.compile`` make
+one of the model alone. Here all that a token needs is one program: the model, the logits
+processors, the draw, and the writing of the token into a buffer of fixed size. What the loop can do
+and this can't (`_why_not`) is left to it. Nothing of transformers is copied. Read and checked in
+5.23.0.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _sample(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
     if why is None:
         return _generated(model, **named)
     if why:
-        logger.info("xla_dtensor: generate runs transformers' loop, operation by operation: %s", why)
+        logger.info(
+            "xla_dtensor: generate runs transformers' loop, operation by operation: %s", why
+        )
     return original(*args, **kwargs)
 
 
@@ -76,7 +79,11 @@ def _why_not(
         return f"a cache with layers of {', '.join(sorted(kinds))}"
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
-    for name in ("_update_model_kwargs_for_generation", "prepare_inputs_for_generation", "_prefill"):
+    for name in (
+        "_update_model_kwargs_for_generation",
+        "prepare_inputs_for_generation",
+        "_prefill",
+    ):
         if getattr(type(model), name) is not getattr(mixin, name):
             return f"{type(model).__name__} has a {name} of its own"
     others = [n for n, v in model_kwargs.items() if n not in KNOWN and v is not None]
@@ -90,7 +97,7 @@ def _why_not(
         if name not in ("MaxLengthCriteria", "EosTokenCriteria"):
             return f"the stopping criterion {name}"
     for processor in logits_processor:
-        if _uses_tokens(type(processor)):
+        if _uses_tokens(type(processor)):  # type: ignore[arg-type]
             return f"{type(processor).__name__} looks at all tokens that there are"
     return None
 

@@ -139,7 +139,8 @@ class CompiledStep(BaseStep):
             what the step does.
 
         Raises:
-            RuntimeError: there was no call, or the programs have been forgotten.
+            RuntimeError: there was no call, the programs have been forgotten, or this is inside of
+                a compiled step.
 
         Example::
 
@@ -151,6 +152,8 @@ class CompiledStep(BaseStep):
                 step.again()
             assert x.tolist() == [16, 16]
         """
+        if executor.is_in_step() or abstract.current() is not None:
+            raise RuntimeError(f"{self._name()}: again() in a step or a plan: call the step itself")
         lazy.flush_all()
         with self._lock:
             if self._last is None:
