@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.base import ours
 from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.ecosystem import transformers_generate
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
@@ -34,6 +35,22 @@ def install() -> None:
     on_import("transformers.cache_utils", _is_attributes("Cache", "CacheLayerMixin"))
     on_import("transformers.generation.logits_process", _is_attributes("LogitsProcessor"))
     on_import("transformers.generation.utils", transformers_generate.install)
+    on_import("transformers.integrations.sdpa_attention", _groups)
+
+
+def _groups(module: Any) -> None:
+    """Attention takes groups of queries with a mask, too, which torch's CUDA kernels don't: keys and
+    values aren't repeated for them, a copy of the whole cache for each token."""
+
+    def in_groups(original: Any, args: Any, kwargs: Any) -> Any:
+        key, value = args[1:3] if len(args) > 2 else (kwargs.get("key"), kwargs.get("value"))
+        if ours.is_ours(key) and key.shape[-1] == value.shape[-1]:
+            return True
+        return original(*args, **kwargs)
+
+    function = getattr(module, "use_gqa_in_sdpa", None)
+    if function is not None:
+        take_over(function, in_groups)
 
 
 def _is_attributes(*names: str) -> Callable[[Any], None]:
