@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def _groups(module: Any) -> None:
-    """Attention takes groups of queries with a mask, too, which torch's CUDA kernels don't: keys and
+    """Attention takes groups of queries with a mask, which torch's CUDA kernels don't: keys and
     values aren't repeated for them, a copy of the whole cache for each token."""
 
     def in_groups(original: Any, args: Any, kwargs: Any) -> Any:
