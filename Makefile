@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
+.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-serving bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -191,6 +191,9 @@ conformance-gpu: env $(GPU_COMPILER)/jax_plugins ## every op of op_db through XL
 
 bench: env ## the compiled step against hand-written JAX
 	$(BIN)/python benchmarks/step_vs_jax.py $(ARGS)
+
+bench-serving: env ## decoding by a compiled step, hand-written JAX and transformers' generate (ten minutes)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 bench-eager: env ## the time per eager call, next to torch's DTensor and jax.jit
 	$(BIN)/python benchmarks/eager.py $(ARGS)

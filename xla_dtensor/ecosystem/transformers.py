@@ -12,12 +12,15 @@ import contextlib
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from xla_dtensor.base import ours
 from xla_dtensor.base.torch_private.attributes import parameters_of
+from xla_dtensor.ecosystem import transformers_generate
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import Handler, take_over
@@ -29,6 +32,37 @@ def install() -> None:
     """When its modules are imported."""
     for name, (path, handler) in _functions().items():
         on_import(name, functools.partial(_hook, path, handler))
+    on_import("transformers.cache_utils", _is_attributes("Cache", "CacheLayerMixin"))
+    on_import("transformers.generation.logits_process", _is_attributes("LogitsProcessor"))
+    on_import("transformers.generation.utils", transformers_generate.install)
+    on_import("transformers.integrations.sdpa_attention", _groups)
+
+
+def _groups(module: Any) -> None:
+    """Attention takes groups of queries with a mask, which torch's CUDA kernels don't: keys and
+    values aren't repeated for them, a copy of the whole cache for each token."""
+
+    def in_groups(original: Any, args: Any, kwargs: Any) -> Any:
+        key, value = args[1:3] if len(args) > 2 else (kwargs.get("key"), kwargs.get("value"))
+        if ours.is_ours(key) and key.shape[-1] == value.shape[-1]:
+            return True
+        return original(*args, **kwargs)
+
+    function = getattr(module, "use_gqa_in_sdpa", None)
+    if function is not None:
+        take_over(function, in_groups)
+
+
+def _is_attributes(*names: str) -> Callable[[Any], None]:
+    """Among a compiled step's arguments objects of these classes are their tensors and numbers:
+    other ones in each ``generate`` are no other program."""
+
+    def tell(module: Any) -> None:
+        from xla_dtensor.compilation.objects.kinds import made_of_attributes
+
+        made_of_attributes(*(getattr(module, name) for name in names if hasattr(module, name)))
+
+    return tell
 
 
 def _functions() -> dict[str, tuple[str, Handler]]:

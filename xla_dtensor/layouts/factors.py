@@ -150,14 +150,10 @@ def reshaped_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[Dim
 
 
 @_of("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+@_of("argmax", "argmin")  # XLA compares what the shards have found, with the values there
 def _reduce(equation: Any) -> list[Factor]:
     kept = _kept(equation)
     return [Factor({0: d}, {0: kept.get(d, SUM)}) for d in range(len(shape_of(equation.invars[0])))]
-
-
-@_of("argmax", "argmin")
-def _find(equation: Any) -> list[Factor]:
-    return [Factor({0: d}, {0: own}) for d, own in _kept(equation).items()]
 
 
 def _kept(equation: Any) -> dict[int, int]:

@@ -280,7 +280,19 @@ def _kind_of_class(cls: Any) -> ObjectKind | None:
     for classes, kind in _OF_SUBCLASSES:
         if issubclass(cls, classes):
             return kind
+    if issubclass(cls, tuple(_OF_ATTRIBUTES)):
+        return DATACLASS
     return DATACLASS if dataclasses.is_dataclass(cls) else None
+
+
+_OF_ATTRIBUTES: list[type] = []
+
+
+def made_of_attributes(*classes: type) -> None:
+    """Objects of these classes and of those derived from them are their attributes and no more:
+    as arguments they are taken apart, as dataclasses are, rather than told by identity."""
+    _OF_ATTRIBUTES.extend(classes)
+    _kind_of_class.cache_clear()
 
 
 def kind_of(value: Any) -> ObjectKind | None:

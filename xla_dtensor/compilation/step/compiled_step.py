@@ -128,6 +128,39 @@ class CompiledStep(BaseStep):
             self._look_again(program, call)
         return program.run(call)
 
+    @interrupts.completed
+    def again(self) -> Any:
+        """The last call once more, as its program: the arguments are the same objects, and what
+        else the step reads isn't compared with what it was, which is most of what a short call
+        costs. Values of tensors are those of now. It is for loops of one's own around a step that
+        changes tensors in place, a token or a time step in each call.
+
+        Returns:
+            what the step does.
+
+        Raises:
+            RuntimeError: there was no call, the programs have been forgotten, or this is inside of
+                a compiled step.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            x = torch.ones(2, device="xla")
+            step = xd.compile(lambda x: x.mul_(2))
+            step(x)
+            for _ in range(3):
+                step.again()
+            assert x.tolist() == [16, 16]
+        """
+        if executor.is_in_step() or abstract.current() is not None:
+            raise RuntimeError(f"{self._name()}: again() in a step or a plan: call the step itself")
+        lazy.flush_all()
+        with self._lock:
+            if self._last is None:
+                raise RuntimeError(f"{self._name()}: again() needs a call before it")
+            call, program = self._last
+            return program.run(call)
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.
 

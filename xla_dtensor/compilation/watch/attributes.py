@@ -301,9 +301,14 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     """Those in an object's dict that the code reads, and those that it assigns."""
     cls = type(value)
     names = list(filter(walk.names.is_read, own))
-    if issubclass(cls, logging.Logger) and "handlers" not in walk.names.attributes:
+    if issubclass(cls, logging.Logger):
+        # `_cache` is what `isEnabledFor` has said so far, of the levels, which are read besides.
         # Logging calls run when the step is traced, so handlers count only if the code names them.
-        names = [name for name in names if name != "handlers"]
+        named = "handlers" in walk.names.attributes
+        names = [name for name in names if name != "_cache" and (named or name != "handlers")]
+    if issubclass(cls, logging.Manager) and "loggerDict" not in walk.names.attributes:
+        # All loggers of the process, whose caches `setLevel` empties.
+        names = [name for name in names if name != "loggerDict"]
     if issubclass(cls, types.ModuleType):
         names = [n for n in names if n not in _OF_IMPORT or n in walk.names.attributes]
         if isinstance(own.get("__getattr__"), types.FunctionType):

@@ -286,6 +286,8 @@ def multinomial(
     if not replacement:
         # The Gumbel-max trick: the k largest perturbed logits are k draws without replacement.
         gumbel = jax.random.gumbel(_quick(key), x.shape, logits.dtype)
+        if num_samples == 1:  # no part of a sharded vocabulary is gathered for it
+            return jnp.argmax(logits + gumbel, axis=-1, keepdims=True).astype(np.int64)
         largest = lambda keys: lax.top_k(keys, num_samples)[1]
         drawn = per_slice(largest, x.ndim - 1, logits + gumbel)
         return drawn.astype(np.int64)
