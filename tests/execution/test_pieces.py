@@ -100,6 +100,31 @@ def test_a_cache_that_grows(compiles: Callable[[], int]) -> None:
     assert all(count <= 4 for count in counts[2:]), counts
 
 
+def test_keys_and_values_grow_by_one_program(compiles: Callable[[], int]) -> None:
+    """They are other parts of one product, and are joined to what was kept in the same way."""
+
+    def generated(device: str, after: Callable[[], Any]) -> Any:
+        torch.manual_seed(0)
+        to_all = (torch.randn(8, 24) / 3).to(device)
+        keys = values = torch.zeros(1, 2, 1, 4, device=device)
+        x = torch.ones(1, 1, 8, device=device)
+        for _ in range(8):
+            parts = (x @ to_all).split(8, dim=2)
+            query, key, value = (part.view(1, 1, 2, 4).transpose(1, 2) for part in parts)
+            keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+            seen = F.scaled_dot_product_attention(query, keys, values)
+            x = x + seen.transpose(1, 2).reshape(1, 1, 8).tanh()
+            x.sum().item()
+            after()
+        return torch.cat([keys, values]).cpu()
+
+    want = generated("cpu", lambda: None)
+    counts: list[int] = []
+    compiles()
+    torch.testing.assert_close(generated("xla", lambda: counts.append(compiles())), want)
+    assert all(count <= 2 for count in counts[3:]), counts
+
+
 def _program(seed: int, device: str) -> list[torch.Tensor]:
     """Products, integers, views, writes, numbers and things that grow, in any order."""
     draw = random.Random(seed)

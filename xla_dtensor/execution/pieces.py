@@ -308,7 +308,9 @@ def _cut(
     """Of each piece the indices of its entries, and whether all have to do with integers and bools.
 
     What nobody needs is in no piece. A view is in each piece that reads it, and computed there: XLA
-    multiplies by a transposed tensor as it lies.
+    multiplies by a transposed tensor as it lies. Not in that of a `cat`, which copies it anyway:
+    what is joined to a layer's keys is another part of a tensor than what is joined to its values,
+    and each length would compile both.
 
     Args:
         firsts: of each entry the number of its first value.
@@ -326,6 +328,9 @@ def _cut(
     exact = list(_are_exact(entries, arrays))
     views = {i for i in live if isinstance(entries[i].operation, ViewRead)}
     views -= {makers[index] for index in outputs}
+    for i in live:
+        if entries[i].operation.name == _CAT:
+            views -= {makers[index] for index in _values_in(_operands(entries[i]))}
 
     def with_views(i: int) -> Iterator[int]:
         """Entry ``i`` after the views that it reads, and those that these read."""
