@@ -19,6 +19,8 @@ monitoring.register_event_listener(lambda name, **_: hits.append("cache_hits" in
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 x = torch.randn(7, 7, device="xla")
 assert torch.isfinite(torch.linalg.inv(x + 9 * torch.eye(7, device="xla")).sum()).item()
+for n in range(3, 6):  # eager programs without LAPACK aren't JAX's
+    jax.jit(lambda y: (y @ y.T).sum())(jax.numpy.ones((5, n)))
 print(jax.config.jax_compilation_cache_dir, sum(hits))
 """
 

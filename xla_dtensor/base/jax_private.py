@@ -29,6 +29,8 @@ NAMES = {
     # jnp.ones and the like with JAX's own default dtypes, and 64-bit ones where they are asked for.
     "explicit_x64_dtypes": "jax._src.config:explicit_x64_dtypes",
     # --- programs ---
+    # All settings of a thread on which a traced program depends, as a tuple.
+    "trace_context": "jax._src.config:trace_context",
     # By class, what JAX does with an argument of a program that is launched.
     "shard_arg_handlers": "jax._src.interpreters.pxla:shard_arg_handlers",
     # A block's limit below which programs don't go to the disk; jax.config sets it for all threads.
@@ -115,6 +117,12 @@ def forget_partitioning(compiled: Any) -> None:
         partitioning = find("PartitioningCallback")
         kept = [one for one in unloaded.keepalive if not isinstance(one, partitioning)]
         unloaded.keepalive = type(unloaded.keepalive)(kept)
+
+
+def is_portable(compiled: Any) -> bool:
+    """Whether a compiled program calls nothing back that is in this process alone."""
+    unloaded = getattr(compiled._executable, "_unloaded_executable", None)
+    return unloaded is not None and not (unloaded.keepalive or unloaded.host_callbacks)
 
 
 def inlined() -> Any:

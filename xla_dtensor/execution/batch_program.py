@@ -13,11 +13,13 @@ import torch
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.value_checks import summary
+from xla_dtensor.forms import words
 from xla_dtensor.forms.form import Form, device_form
 from xla_dtensor.forms.per_device import logical
-from xla_dtensor.forms.read import read_view
-from xla_dtensor.forms.views import Step, read_through, with_positions
+from xla_dtensor.forms.read import read_view, view_reader
+from xla_dtensor.forms.views import Step, leave_open, read_through, with_positions
 from xla_dtensor.lowering.bounds import Condition
+from xla_dtensor.runtime.kept.program import KeptProgram, Submit
 
 # An operand is one integer, index * KINDS + kind.
 ARRAY = 0  # an array from outside of the batch
@@ -51,6 +53,12 @@ class BatchOperation(Protocol):
 
     def eager(self, state: Any, leaves: list[Any], bases: list[Any]) -> list[Any]:
         """The same as a program of its own: arrays in their physical forms."""
+
+    def begin(self, submit: Submit, state: Any, leaves: list[Any], bases: list[Any]) -> None:
+        """Begin to load or compile that, in another thread, for such operands."""
+
+    def words(self) -> str | None:
+        """What it computes, in words that are the same in every process (`forms/words.py`)."""
 
 
 class Entry(NamedTuple):
@@ -89,6 +97,14 @@ class ViewRead:
         array, *positions = leaves
         return [read_view(self._form, with_positions(self._steps, positions), self._own, array)]
 
+    def begin(self, submit: Submit, state: None, leaves: Sequence[Any], bases: Any) -> None:
+        array, *positions = leaves
+        reader = view_reader(self._form, leave_open(self._steps)[0], self._own.at_start())
+        reader.begin(submit, array, tuple(positions))
+
+    def words(self) -> str | None:
+        return words.joined(["view", self._form, self._steps, self._own])
+
 
 class Look:
     """An operation of a batch: the two integers by which a condition on values is judged (the least
@@ -100,10 +116,14 @@ class Look:
     def __init__(self, form: Form, condition: Condition) -> None:
         self._form, self._condition = form, condition
         self.part: Any = jax.jit(self._part)
-        self.eager = self.part
+        self.eager = KeptProgram(self._part, self.words)
+        self.begin = self.eager.begin
 
     def _part(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [summary(self._condition, logical(leaves[0], self._form))]
+
+    def words(self) -> str | None:
+        return words.joined(["look", self._form, self._condition])
 
 
 class _Barrier:
@@ -118,6 +138,12 @@ class _Barrier:
 
     def eager(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [leaves[0]]
+
+    def begin(self, submit: Submit, state: None, leaves: Sequence[Any], bases: Any) -> None:
+        pass  # there is no program
+
+    def words(self) -> str | None:
+        return "barrier"
 
 
 BARRIER = _Barrier()
@@ -145,6 +171,12 @@ class Conversion:
         self.result_forms = (target,)
         self.part: Any = jax.jit(self._part)
         self.eager: Any = jax.jit(self._alone, out_shardings=self._sharding)
+
+    def begin(self, submit: Submit, state: None, leaves: Sequence[Any], bases: Any) -> None:
+        pass  # it is on a mesh, where batches are whole
+
+    def words(self) -> str | None:
+        return None
 
     def _alone(self, state: None, leaves: Sequence[Any], bases: Any) -> list[Any]:
         return [self._convert(leaves[0], self._source, self._target)]
@@ -315,6 +347,40 @@ def one_by_one(
         except Exception as error:
             values += [Failure(entry, error)] * entry.operation.results
     return values
+
+
+def begin_one_by_one(
+    entries: Sequence[Entry],
+    submit: Submit,
+    arrays: Sequence[Any],
+    numbers: Mapping[int, Sequence[Any]],
+    states: Sequence[Any],
+) -> None:
+    """Begin to load or compile each entry's own program, in other threads.
+
+    Args:
+        as of `one_by_one`.
+    """
+    values: list[Any] = []
+    inputs = BatchInputs(arrays, values, numbers)
+    remaining = iter(states)
+    for entry in entries:
+        operation = entry.operation
+        state = None if entry.state is None else next(remaining)
+        operation.begin(submit, state, *inputs.all(entry))
+        values += map(shape_of, forms_of(operation))
+
+
+def forms_of(operation: BatchOperation) -> list[Form]:
+    """The forms of its values."""
+    forms = [*filter(None, operation.result_forms), *operation.base_forms]
+    assert len(forms) == operation.results, operation.name
+    return forms
+
+
+def shape_of(form: Form) -> jax.ShapeDtypeStruct:
+    """Of the value of one device."""
+    return jax.ShapeDtypeStruct(form.shape, form.jax_dtype)
 
 
 class Failure(NamedTuple):

@@ -65,6 +65,7 @@ class Plan(Protocol):
         proven: whether it is known that the lowering takes what it gets.
         same: the first plan that computes the same.
         structure: arranges new tensors and mutated arguments as torch returns them.
+        words: gives what it computes in words that are the same in every process, or None.
     """
 
     run: Any
@@ -87,6 +88,7 @@ class Plan(Protocol):
     proven: bool
     same: Plan
     structure: Callable[[list[Any], list[Any]], Any]
+    words: Callable[[], str | None]
 
     @property
     def name(self) -> str: ...

@@ -23,11 +23,10 @@ import gc
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
-import jax
 import numpy as np
 
 from xla_dtensor import rules
@@ -44,12 +43,16 @@ from xla_dtensor.execution.batch_program import (
     Numbers,
     Outputs,
     ViewRead,
-    fused,
+    begin_one_by_one,
+    computation,
+    forms_of,
     one_by_one,
+    shape_of,
 )
-from xla_dtensor.forms.form import Form
+from xla_dtensor.forms import words
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.kinds import Kind, is_
+from xla_dtensor.runtime.kept.program import KeptProgram
 
 OFTEN = 32  # times that a piece of exact operations runs one by one
 SOME = 64  # operations in such a piece
@@ -96,43 +99,59 @@ class _Program:
 
     def __init__(self, entries: tuple[Entry, ...], wanted: tuple[int, ...], is_exact: bool) -> None:
         self._entries, self._wanted = entries, wanted
-        self._fused: Any = fused(entries, [(index, _AS_IT_IS) for index in wanted])
+        in_one = computation(entries, [(index, _AS_IT_IS) for index in wanted])
+        self._fused = KeptProgram(in_one, self._words)
         # A single operation has a program already: its plan's.
         self._is_single = len(entries) == 1
         self._times_alone = OFTEN if is_exact and len(entries) <= SOME else 0
-        self._is_compiled = False
+        self._is_begun = False
 
     @property
-    def is_fused(self) -> bool:
+    def _is_fused(self) -> bool:
         """Whether its next call is one program of all operations."""
         return not (self._is_single or self._times_alone)
 
-    @property
-    def is_new(self) -> bool:
-        """Whether its next call would compile it."""
-        return self.is_fused and not self._is_compiled
+    def begin(self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]) -> None:
+        """Begin to load or compile what its first call needs, in other threads.
 
-    def compile(self, arrays: list[Any], numbers: list[np.ndarray]) -> Future[jax.stages.Compiled]:
-        """Begin to compile it for such operands, in another thread."""
-        self._is_compiled = True
-        return _compilers.submit(self._fused.lower(arrays, numbers).compile)
+        Args:
+            arrays: those, or their shapes.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        if self._is_fused:
+            self._fused.begin(_compilers.submit, arrays, numbers)
+        else:
+            own = _by_kind(numbers)
+            begin_one_by_one(self._entries, _compilers.submit, arrays, own, states)
 
     def __call__(
         self, arrays: list[Any], numbers: list[np.ndarray], states: list[Any]
     ) -> list[Any]:
-        if self.is_fused:
-            self._is_compiled = True
+        if self._is_fused:
             results: list[Any] = self._fused(arrays, numbers)
             return results
         self._times_alone = max(0, self._times_alone - 1)
         own = Numbers()
-        own.by_kind = {k: n.tolist() for k, n in zip(NUMBERS.values(), numbers, strict=True)}
+        own.by_kind = _by_kind(numbers)
         values = one_by_one(self._entries, arrays, own, states)
         results = [values[index] for index in self._wanted]
         for result in results:
             if isinstance(result, Failure):
                 raise result.error
         return results
+
+    def _words(self) -> str | None:
+        operations = [(entry.operation.words(), *entry[1:]) for entry in self._entries]
+        if None in [said for said, *_ in operations]:
+            return None
+        return words.joined([operations, self._wanted])
+
+
+def _by_kind(numbers: list[np.ndarray]) -> dict[int, list[Any]]:
+    """Packed numbers as Python's."""
+    return {k: n.tolist() for k, n in zip(NUMBERS.values(), numbers, strict=True)}
 
 
 programs: Cache[Any, _Program] = Cache("pieces of batches", 2048)
@@ -231,8 +250,7 @@ class Pieces:
     def __init__(self, entries: Sequence[Entry], arrays: Sequence[Any], outputs: Outputs) -> None:
         self._outputs = [index for index, _ in outputs]
         firsts = [0, *accumulate(entry.operation.results for entry in entries)]
-        forms = [form for entry in entries for form in _forms(entry.operation)]
-        self._shapes = [jax.ShapeDtypeStruct(form.shape, form.jax_dtype) for form in forms]
+        self._shapes = [shape_of(form) for e in entries for form in forms_of(e.operation)]
         self._is_new = True
         # (piece, values that no later piece needs). Made from the last to the first, so that what
         # later ones need is known.
@@ -247,9 +265,15 @@ class Pieces:
         self._pieces.reverse()
 
     def __call__(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
-        if self._is_new:
-            self._is_new = False
-            self._compile(arrays, numbers)
+        if not self._is_new:
+            return self._run(arrays, numbers)
+        self._is_new = False
+        with _without_finalizers():
+            for piece, _ in self._pieces:
+                piece.program.begin(*piece.operands(arrays, self._shapes, numbers))
+            return self._run(arrays, numbers)
+
+    def _run(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> list[Any]:
         values: dict[int, Any] = {}
         for piece, last_used in self._pieces:
             results = piece.program(*piece.operands(arrays, values, numbers))
@@ -257,19 +281,6 @@ class Pieces:
             for index in last_used:
                 del values[index]
         return [values[index] for index in self._outputs]
-
-    def _compile(self, arrays: Sequence[Any], numbers: list[np.ndarray]) -> None:
-        """Compile what nobody has compiled, several programs at a time."""
-        if sum(piece.program.is_new for piece, _ in self._pieces) < 2:
-            return  # a single one is compiled by its call
-        begun = []
-        with _without_finalizers():
-            for piece, _ in self._pieces:
-                if piece.program.is_new:
-                    own, its_numbers, _ = piece.operands(arrays, self._shapes, numbers)
-                    begun.append(piece.program.compile(own, its_numbers))
-            for compiling in begun:
-                compiling.result()
 
 
 @contextlib.contextmanager
@@ -297,7 +308,9 @@ def _cut(
     """Of each piece the indices of its entries, and whether all have to do with integers and bools.
 
     What nobody needs is in no piece. A view is in each piece that reads it, and computed there: XLA
-    multiplies by a transposed tensor as it lies.
+    multiplies by a transposed tensor as it lies. Not in that of a `cat`, which copies it anyway:
+    what is joined to a layer's keys is another part of a tensor than what is joined to its values,
+    and each length would compile both.
 
     Args:
         firsts: of each entry the number of its first value.
@@ -315,6 +328,9 @@ def _cut(
     exact = list(_are_exact(entries, arrays))
     views = {i for i in live if isinstance(entries[i].operation, ViewRead)}
     views -= {makers[index] for index in outputs}
+    for i in live:
+        if entries[i].operation.name == _CAT:
+            views -= {makers[index] for index in _values_in(_operands(entries[i]))}
 
     def with_views(i: int) -> Iterator[int]:
         """Entry ``i`` after the views that it reads, and those that these read."""
@@ -371,16 +387,9 @@ def _are_exact(entries: Sequence[Entry], arrays: Sequence[Any]) -> Iterator[bool
         return values[index] if kind == VALUE else kind != ARRAY or _is_exact(arrays[index].dtype)
 
     for entry in entries:
-        own = [_is_exact(form.jax_dtype) for form in _forms(entry.operation)]
+        own = [_is_exact(form.jax_dtype) for form in forms_of(entry.operation)]
         values += own
         yield all(own) and entry.state is None and all(map(operand_is, _operands(entry)))
-
-
-def _forms(operation: BatchOperation) -> list[Form]:
-    """The forms of its values."""
-    forms = [*filter(None, operation.result_forms), *operation.base_forms]
-    assert len(forms) == operation.results, operation.name
-    return forms
 
 
 def _is_exact(dtype: np.dtype) -> bool:

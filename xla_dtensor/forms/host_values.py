@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
 from xla_dtensor.base.dtypes import to_jax_dtype, to_torch_dtype
+from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.runtime import abstract, arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray
+from xla_dtensor.runtime.kept.program import KeptProgram
 
 # Dtypes that torch can't hand to NumPy; their bits travel as integers of the same size.
 _AS_BITS = {
@@ -60,15 +63,13 @@ def viewed_by_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def to_devices(tensor: torch.Tensor, form: Form) -> Any:
     """The array in ``form`` of a CPU tensor's value: each device receives its shard alone."""
-    import jax
-
     if abstract.current() is not None:
         return AbstractArray(form.array_shape, form.jax_dtype, form.sharding)
     value = to_numpy(tensor)
     with jax.enable_x64(True):
         if form.sharding is None:
             # A copy: a compiled step may overwrite the memory, which is NumPy's otherwise.
-            return jax.numpy.array(value)
+            return _copier(value.shape, value.dtype)(value)
         if form.padded_shape == form.shape:
             return arrays.put(value, form.sharding)
         # `arrays.put`, above, asks this itself: several processes have to have the same value.
@@ -76,6 +77,15 @@ def to_devices(tensor: torch.Tensor, form: Form) -> Any:
         return arrays.put_shards(
             form.padded_shape, form.sharding, lambda index: padded_slice(value, index)
         )
+
+
+_copiers: Cache[Any, KeptProgram] = Cache("copies from the host", 512)
+
+
+def _copier(shape: tuple[int, ...], dtype: np.dtype) -> KeptProgram:
+    """``jax.numpy.array`` of such values, which compiles a program for each shape, too."""
+    make = lambda: KeptProgram(jax.numpy.copy, lambda: "copy")
+    return _copiers.get_or_make((shape, dtype), make)
 
 
 def padded_slice(value: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.forms import words
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import logical
 from xla_dtensor.forms.sharing import launching, looking_at
@@ -23,8 +24,9 @@ from xla_dtensor.forms.views import (
 )
 from xla_dtensor.runtime.abstract_array import AbstractArray
 from xla_dtensor.runtime.jax_runtime import host_device
+from xla_dtensor.runtime.kept.program import KeptProgram
 
-_view_readers: Cache[tuple[Form, tuple[Step, ...], Form], Any] = Cache("readers of views", 1024)
+_view_readers: Cache[Any, KeptProgram] = Cache("readers of views", 1024)
 _logical_readers: Cache[Form, Any] = Cache("readers of logical values", 512)
 
 
@@ -107,15 +109,21 @@ def read_view(form: Form, steps: tuple[Step, ...], own: Form, array: Any) -> Any
     if isinstance(array, AbstractArray):
         return AbstractArray(own.array_shape, own.jax_dtype, own.sharding)
     steps, positions = leave_open(steps)
-    own = own.at_start()
-    key = (form, steps, own)
-    reader = _view_readers.get(key)
-    if reader is None:
+    with jax.enable_x64(True):
+        return view_reader(form, steps, own.at_start())(array, positions)
 
+
+def view_reader(form: Form, steps: tuple[Step, ...], own: Form) -> KeptProgram:
+    """The program of `read_view`, whose operands are the array and the positions that ``steps``
+    leave open. ``own`` is at the start of its memory."""
+    key = (form, steps, own)
+
+    def make() -> KeptProgram:
         def function(array: Any, positions: tuple[Any, ...]) -> Any:
             value = read_through(array, form, with_positions(steps, positions))
             return own.physical(value.astype(own.jax_dtype))
 
-        reader = _view_readers.put(key, jax.jit(function, out_shardings=own.sharding))
-    with jax.enable_x64(True):
-        return reader(array, positions)
+        said = lambda: words.joined(["view", *key])
+        return KeptProgram(function, said, out_shardings=own.sharding)
+
+    return _view_readers.get_or_make(key, make)

@@ -8,15 +8,12 @@ again by a digest of the program that went in, and of all that the compiler knew
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
 import json
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jaxlib
@@ -24,6 +21,7 @@ import jaxlib
 from xla_dtensor.base.config import config
 from xla_dtensor.planning.memory import Memory
 from xla_dtensor.runtime import program_cache
+from xla_dtensor.runtime.kept.files import KeptFiles
 from xla_dtensor.runtime.topologies import Topology
 
 MAX_BYTES = 2**29
@@ -90,42 +88,18 @@ def said(key: str, ask: Callable[[], Said]) -> Said:
     folder = program_cache.folder_of_plans(config.cache)
     if folder is None:
         return ask()
-    path = folder / f"{key}{_ENDING}"
-    found = _read(path)
+    files = KeptFiles(folder, _ENDING, MAX_BYTES)
+    found = _read(files.read(key))
     if found is None:
         found = ask()
-        _write(path, found)
+        files.write(key, json.dumps(dataclasses.asdict(found)).encode())
     return found
 
 
-def _read(path: Path) -> Said | None:
-    try:
-        values = json.loads(gzip.decompress(path.read_bytes()))
-        os.utime(path)
-    except (OSError, EOFError, ValueError, zlib.error):  # none, or half of one
+def _read(content: bytes | None) -> Said | None:
+    if content is None:
         return None
+    values = json.loads(content)
     memory = values.pop("memory")
     memory["largest"] = tuple(memory["largest"])
     return Said(Memory(**memory), **{**values, "notes": tuple(values["notes"])})
-
-
-def _write(path: Path, found: Said) -> None:
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(found)).encode(), 3))
-        written.replace(path)  # another process sees all of it, or nothing
-        _make_room(path.parent)
-    except OSError:  # a home that can't be written to, or no room: it is compiled each time
-        written.unlink(missing_ok=True)
-
-
-def _make_room(folder: Path) -> None:
-    used = sorted(
-        ((p.stat().st_mtime, p.stat().st_size, p) for p in folder.iterdir()), reverse=True
-    )
-    total = 0
-    for _, size, path in used:
-        total += size
-        if total > MAX_BYTES:
-            path.unlink(missing_ok=True)

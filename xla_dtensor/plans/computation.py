@@ -24,6 +24,7 @@ from xla_dtensor.plans.checks import check_castable, checked
 from xla_dtensor.plans.meta import fill_kwargs
 from xla_dtensor.plans.result_placements import Pins
 from xla_dtensor.plans.shard_map_call import ShardMapCall, platform_of
+from xla_dtensor.runtime.kept.program import KeptProgram
 
 
 class Write(NamedTuple):
@@ -168,13 +169,17 @@ class Computation:
             out = [jnp.copy(value) if id(value) in given else value for value in out]
         return out
 
-    def compiled(self) -> Any:
-        """A program of its own, which takes the generator's state in place of ``keys``."""
+    def compiled(self, words: Callable[[], str | None]) -> KeptProgram:
+        """A program of its own, which takes the generator's state in place of ``keys``.
+
+        Args:
+            words: gives what it computes, as of a `KeptProgram`.
+        """
         forms = [*filter(None, self._result_forms), *(write.after for write in self._writes)]
         shardings = [form.sharding for form in forms]
         if all(sharding is None for sharding in shardings):
-            return jax.jit(self._alone)
-        return jax.jit(self._alone, out_shardings=shardings)
+            return KeptProgram(self._alone, words)
+        return KeptProgram(self._alone, words, out_shardings=shardings)
 
     def part(self) -> Any:
         """A part of a larger program (`Operation.part`): JAX traces it once for all of them."""

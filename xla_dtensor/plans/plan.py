@@ -8,6 +8,7 @@ from typing import Any
 from xla_dtensor import rules
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.execution.interfaces import Slot
+from xla_dtensor.forms import words
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import leave_open
 from xla_dtensor.lowering import changes as lowering_changes
@@ -26,6 +27,7 @@ from xla_dtensor.plans.result_forms import (
 )
 from xla_dtensor.plans.result_placements import Answer, pins
 from xla_dtensor.plans.shard_map_call import cut_of
+from xla_dtensor.runtime.kept.program import Submit
 
 _sames: Cache[Any, Plan] = Cache("computations of plans", 2048)
 lowering_changes.listen(_sames.clear)
@@ -67,6 +69,7 @@ class Plan:
         frame: the devices of its results; None: the default device.
         number_lists: per leaf that is a number of a list, which list.
         structure: arranges new tensors and mutated arguments as torch returns them.
+        words: gives what it computes in words that are the same in every process, or None.
     """
 
     __slots__ = (
@@ -91,11 +94,13 @@ class Plan:
         "run",
         "same",
         "structure",
+        "words",
     )
 
     run: Any
     eager: Any
     part: Any
+    words: Callable[[], str | None]
 
     def __init__(self, call: Call, tensors: list[Any]) -> None:
         info = call.info
@@ -138,20 +143,25 @@ class Plan:
         if place.valueless:
             refuse_meta_write(info, [base._storage_.form for base in bases])
             self.run = self.eager = self.part = None
+            self.words = lambda: None
             self.random = self.of_scalars = False
             return
         computation = lowered, self.result_forms, self._writes(call, bases), pins(answer)
         self.run = Computation(call, *computation, place.frame, cut_of(answer))
-        self.eager, self.part = self.run.compiled(), self.run.part()
+        self.part = self.run.part()
         self.random = self.run.random
         forms = [*call.forms, *self.result_forms, *self.base_forms]
         self.of_scalars = not self.random and all(
             f.shape == () and not f.varying for f in forms if isinstance(f, Form)
         )
         # Only with a lowering: torch's decompositions may depend on strides.
-        if self.frame is None and not self.mutated and info.lowering is not None:
-            key = tuple([_without_strides(part) for part in call.key])
-            self.same = _sames.get(key) or _sames.put(key, self)
+        has_strides = self.frame is not None or bool(self.mutated) or info.lowering is None
+        key = call.key  # not the call, which has tensors
+        self.words = lambda: _words(self, key, has_strides)
+        self.eager = self.run.compiled(self.words)
+        if not has_strides:
+            of_values = tuple([_without_strides(part) for part in key])
+            self.same = _sames.get(of_values) or _sames.put(of_values, self)
 
     def _writes(self, call: Call, bases: list[Any]) -> list[Write]:
         """What is written to the arrays behind ``bases``, the tensors that the call writes to."""
@@ -167,10 +177,32 @@ class Plan:
             )
         ]
 
+    def begin(self, submit: Submit, state: Any, leaves: list[Any], bases: list[Any]) -> None:
+        """Begin to load or compile ``eager``, in another thread, for such operands."""
+        self.eager.begin(submit, state, leaves, bases)
+
     @property
     def name(self) -> str:
         """The overload's, qualified."""
         return str(self.info.name)
+
+
+def _words(plan: Plan, key: tuple[Any, ...], has_strides: bool) -> str | None:
+    """What a plan computes, in words that are the same in every process.
+
+    Args:
+        key: of the call that it was made for.
+        has_strides: whether those count.
+    """
+    if plan.frame is not None or not plan.run.is_lowering:
+        return None
+    info, *rest = key
+    forms = [form and words.of_values(form) for form in (*plan.result_forms, *plan.base_forms)]
+    given = [
+        part if has_strides or not isinstance(part, Form) else words.of_values(part)
+        for part in rest
+    ]
+    return words.joined([info.name, forms, given])
 
 
 def mutated_leaves(call: Call) -> list[int]:

@@ -29,6 +29,10 @@ _OPTIONS = (  # of JAX: name, its default, ours
     ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.03),
 )
 
+own_folder: Path | None = None
+"""The folder that this process uses, once JAX has started; None if programs are kept nowhere, or
+where somebody has told JAX to."""
+
 
 def folder(asked: str) -> Path | None:
     """Where programs are kept if the switch says ``asked``, or None. Programs for the CPU may use
@@ -75,8 +79,10 @@ def use() -> None:
         where.mkdir(parents=True, exist_ok=True)
     except OSError:  # a home that can't be written to: programs are compiled each time
         return
+    global own_folder
+    own_folder = where
     if not os.access(where, os.W_OK):
-        return
+        return  # JAX would warn at each program
     _forget_halves(where)
     jax.config.update("jax_compilation_cache_dir", str(where))
     for name, default, ours in _OPTIONS:
