@@ -5,9 +5,12 @@ XLA's compiler has the last word on the best.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +22,13 @@ from torch import nn
 from xla_dtensor.compilation import compile
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS
-from xla_dtensor.planning import abstract, plan
+from xla_dtensor.planning import abstract
+from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.jax_runtime import topology_here
 from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
 from xla_dtensor.tuning.estimate import estimate
-from xla_dtensor.tuning.meshes import NAMES, USUAL, domain_size, meshes
+from xla_dtensor.tuning.meshes import NAMES, domain_size, meshes, usual
 from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.trial import Trial
@@ -45,7 +49,7 @@ def tune(
     minutes: float = 10.0,
     top: int = 10,
     mesh: Mapping[str, int] | None = None,
-    dims: Sequence[str] = USUAL,
+    dims: Sequence[str] | None = None,
     pinned: Mapping[str, Mapping[str, int | None]] | None = None,
     recompute: Sequence[str] = ("nothing", "layers"),
     reserve: float = 0.1,
@@ -70,7 +74,8 @@ def tune(
         top: how many XLA is to compile.
         mesh: sizes of mesh dims that are given, by name.
         dims: the mesh dims that may be used: ``dp`` and ``fsdp`` shard the batch, ``cp`` its second
-            dim, ``tp`` none of it. What they do with all else is found.
+            dim, ``tp`` none of it. What they do with all else is found. By default all but ``cp``,
+            and that, too, where the batch has fewer rows than there are devices.
         pinned: parameters that have to lie as given: by a pattern of names (``"embed.*"``) for each
             mesh dim which dim of the parameter it shards; others of its mesh dims nothing.
         recompute: what may be computed again in backward: ``"nothing"``, ``"layers"``. The second
@@ -119,6 +124,7 @@ def tune(
     found: list[Trial] = []
     notes: list[str] = []
     # What is left when the time is over has the most dims. Half of it is for estimates.
+    dims = usual(search.count, batch) if dims is None else dims
     wanted = sorted(search.meshes(dims, mesh or {}), key=lambda each: len(each[0]))
     if not wanted:
         raise TopologyError(
@@ -141,13 +147,12 @@ def tune(
     search.check_pins()
     found = sorted(_apart(found), key=Trial.rank)
     chosen = found[:top]
-    for i, trial in enumerate(chosen):
-        if i and time.monotonic() > deadline:
-            notes.append(f"{len(chosen) - i} of the best {top} were not compiled, likewise")
-            break
-        found[i] = search.compiled(trial)
-        if run and found[i].fits:
-            found[i] = search.measured(found[i])
+    asked = search.compiled(chosen, lambda: time.monotonic() > deadline)
+    left = len(chosen) - len(asked)
+    if left:
+        notes.append(f"{left} of the best {top} were not compiled, likewise")
+    for i, trial in asked.items():
+        found[i] = search.measured(trial) if run and trial.fits else trial
     notes += search.notes
     return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
 
@@ -259,9 +264,9 @@ class _Search:
             problem = Problem(compiled, whole.place(*self._batch), model)
             found: list[Trial] = []
             pinned = self._pinned_by(mesh)
-            for part in (1.0, 0.5):
-                memory = None if self._memory is None else part * self._memory
-                solution = problem.solve(roles, memory, self._scattered, pinned)
+            have = self._memory
+            memories = [have] if have is None else [have, _ENOUGH * have]
+            for solution in problem.solutions(roles, memories, self._scattered, pinned):
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
                     name: solution.parameters.get(first, (None,) * len(mesh))
@@ -273,15 +278,46 @@ class _Search:
                     break
         return found
 
-    def compiled(self, trial: Trial) -> Trial:
-        """The same with XLA's report."""
-        own = trial.configuration
-        with abstract(self._topology.name):
+    def compiled(self, trials: Sequence[Trial], is_over: Callable[[], bool]) -> dict[int, Trial]:
+        """The same with XLA's report, by their positions: one is traced while others are compiled,
+        as many at once as there are cores. An interrupt ends what hasn't begun.
+
+        Args:
+            trials: what is to be compiled.
+            is_over: whether the time is; all but the first are left out then.
+        """
+        found: dict[int, Trial] = {}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "xla_dtensor tune") as pool:
+            asked: dict[int, concurrent.futures.Future[Trial | None]] = {}
             try:
-                report = plan(self._build(own.apply), *own.place(*self._batch))
-            except (XlaDTensorError, RuntimeError, ValueError) as error:
-                return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
-        return dataclasses.replace(trial, report=report)
+                for i, trial in enumerate(trials):
+                    if i and is_over():
+                        break
+                    ask = self._lowered(trial)
+                    asked[i] = pool.submit(_unless, is_over if i else None, ask)
+                for i, future in asked.items():
+                    compiled = future.result()
+                    if compiled is not None:
+                        found[i] = compiled
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return found
+
+    def _lowered(self, trial: Trial) -> Callable[[], Trial]:
+        """Asks XLA of it."""
+        own = trial.configuration
+        with abstract(self._topology.name), _errors(trial) as refused:
+            report = lowered_plan(self._build(own.apply), own.place(*self._batch), {})
+
+        def ask() -> Trial:
+            if refused:
+                return refused[0]
+            with _errors(trial) as error:
+                return dataclasses.replace(trial, report=report())
+            return error[0]
+
+        return ask
 
     def measured(self, trial: Trial) -> Trial:
         """The same with the median of a few steps."""
@@ -306,6 +342,20 @@ class _Search:
             return None
 
         return pinned
+
+
+@contextlib.contextmanager
+def _errors(trial: Trial) -> Iterator[list[Trial]]:
+    """Catches what refuses a step; the list has the trial with it then."""
+    found: list[Trial] = []
+    try:
+        yield found
+    except (XlaDTensorError, RuntimeError, ValueError) as error:
+        found.append(dataclasses.replace(trial, error=f"{type(error).__name__}: {error}"))
+
+
+def _unless(is_over: Callable[[], bool] | None, ask: Callable[[], Trial]) -> Trial | None:
+    return None if is_over is not None and is_over() else ask()
 
 
 def _wait(result: Any) -> None:
