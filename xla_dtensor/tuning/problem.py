@@ -106,8 +106,10 @@ class Problem:
         for name, variable in parameters.items():
             alike.setdefault((pattern_of(name), variable.aval.shape), []).append(variable)
         required = [None] * len(jaxpr.outvars)
-        given: Any = jaxpr, known, required, self.sizes, arguments, (), memories, scattered
-        found = choices(*given, [*alike.values()])
+        found = choices(
+            *(jaxpr, known, required, self.sizes, arguments, ()),
+            *(memories, scattered, [*alike.values()]),
+        )
         for _ in memories:
             with jax.enable_x64(True):
                 choice = next(found)
