@@ -93,7 +93,10 @@ CASES = {
     "8b": Case("8b", "v5p:4x4x4", 64, 8192, "FSDP", is_fsdp),
     "70b": Case("70b", "v5p:4x4x4", 64, 512, "FSDP x TP", lambda own: tensor_parallel(own) > 1),
     "long": Case("8b", "v5p:4x4x4", 2, 131072, "sequences cut", is_context_parallel),
-    "experts": Case("mixtral", "h100:4x8", 32, 4096, "experts on an axis", has_experts_apart),
+    "experts": Case(
+        *("mixtral", "h100:4x8", 32, 4096, "experts on an axis"),
+        *(has_experts_apart, {"dp": 4, "tp": 8}),
+    ),
     "autoparallel-8b": Case(
         *("8b", "h100:8x8", 16, 8192, "no tensor parallelism in the feed-forward"),
         *(lambda own: tensor_parallel(own) == 1, {"dp": 8, "tp": 8}),
@@ -128,7 +131,7 @@ def by_tokens(tokens: int, minutes: float) -> str:
         tuned = looked_for(dataclasses.replace(case, mesh={"tp": t, "dp": 64 // t}), 0, minutes)
         print(tuned, flush=True)
         best = next((trial for trial in tuned.trials if trial.fits), tuned.trials[0])
-        found[tensor_parallel(best.configuration)] = best.estimate.rank
+        found[t] = best.estimate.rank
         compute = best.estimate.compute or 0.0
         cells.append(f"{best.estimate.rank * 1e3:.0f} ms ({compute * 1e3:.0f} of it products)")
     chosen = min(found, key=found.__getitem__)

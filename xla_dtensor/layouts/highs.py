@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 SECONDS = 60.0
-"""How long HiGHS may take, by the clock; what it has found by then is taken. Most take a second, and
-on a machine that others use, too, ten."""
+"""How long HiGHS may take, by the clock; what it has found by then is taken. Most programs take a
+second or two, and ten times that where others use the machine, too."""
 
 EXACTLY = 1e-4
 ROUGHLY = 0.02
@@ -101,7 +101,6 @@ class IntegerProgram:
         solver = highspy.Highs()
         options = {
             "output_flag": False,
-            "time_limit": SECONDS,
             "threads": 1,
             "mip_rel_gap": ROUGHLY if roughly else EXACTLY,
             "mip_detect_symmetry": False,  # half of the time, for nothing: equal layers are one
@@ -114,12 +113,11 @@ class IntegerProgram:
         # The relaxation first: it takes half the time, and its solution is nearly always integral.
         for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
             solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
+            solver.setOptionValue("time_limit", solver.getRunTime() + SECONDS)
             solver.run()
             solution = solver.getSolution()
-            if not solution.value_valid:
-                return None
-            found = np.array(solution.col_value)
+            found = np.array(solution.col_value) if solution.value_valid else None
             proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-            if proven and np.all(np.abs(found - found.round())[whole] < 1e-6):
+            if found is not None and proven and np.all(np.abs(found - found.round())[whole] < 1e-6):
                 break
         return found
