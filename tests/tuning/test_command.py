@@ -78,3 +78,15 @@ def test_a_script_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path.write_text("print('nothing')")
     assert main([str(path), "--topology", "cpu:8"]) == 2
     assert "has called no compiled step" in capsys.readouterr().err
+
+
+def test_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 is for what doesn't fit."""
+    assert main([str(tmp_path / "nothing.py"), "--topology", "cpu:8"]) == 2
+    assert "there is no such script" in capsys.readouterr().err
+
+
+def test_the_devices_that_are_here(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(script), "--topology", "here", "--mesh", "tp=8"]) == 0
+    said = capsys.readouterr().out
+    assert "xd.tune for cpu:8" in said and "best: --mesh dp=1,tp=8" in said

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
-from tests.tuning.programs import batch, build, training
+from tests.tuning.programs import Model, batch, build, training
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.tuning import Configuration, Tuned, tuner
 from xla_dtensor.tuning.picture import pareto
@@ -211,3 +211,99 @@ def test_pins_that_cannot_be(pinned: Any, message: str) -> None:
 
 def test_the_front() -> None:
     assert pareto([(3, 1), (1, 5), (2, 2), (2, 7), (4, 1)]) == [(1, 5), (2, 2), (3, 1)]
+
+
+def in_parts(parallelize: Any, microbatches: int) -> Any:
+    """A step that sums the gradients of parts of its batch; each device has rows of each part."""
+    torch.manual_seed(0)
+    model = parallelize(Model(64, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), device=x.device)
+        rows = [t.unflatten(0, (-1, microbatches)) for t in (x, y)]
+        for i in range(microbatches):
+            own, target = (t.select(1, i) for t in rows)
+            loss = (model(own) - target).square().mean() / microbatches
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def test_microbatches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batch(4096)
+    plenty = xd.tune(in_parts, data, topology="cpu:8", dims=("dp",), top=0)
+    assert {t.configuration.microbatches for t in plenty.trials} == {1}
+    needed = plenty.trials[0].estimate.memory
+    search = tuner._Search.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        search(self, *args)
+        self._memory = 0.6 * needed
+
+    monkeypatch.setattr(tuner._Search, "__init__", short)
+    found = xd.tune(in_parts, data, topology="cpu:8", dims=("dp",), top=0, recompute=("nothing",))
+    assert {t.configuration.microbatches for t in found.trials} == {1, 2, 4}
+    best = found.best
+    assert best.microbatches > 1 and f"MICROBATCHES = {best.microbatches}" in best.as_code()
+    assert f"{best.microbatches} microbatches" in str(found)
+    assert Tuned.from_json(found.as_json()).best == best
+    expected = in_parts(lambda model: model, 1)
+    step = xd.compile(in_parts(best.apply, best.microbatches))
+    for _ in range(2):
+        loss = step(*best.place(*data)).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
+
+
+def test_microbatches_that_nobody_makes() -> None:
+    with pytest.raises(ValueError, match=r"of a build\(parallelize, microbatches\)"):
+        xd.tune(build(), batch(64), topology="cpu:8", microbatches=(1, 2))
+    with pytest.raises(ValueError, match=r"microbatches=\(0,\)"):
+        xd.tune(in_parts, batch(64), topology="cpu:8", microbatches=(0,))
+
+
+def test_one_that_cannot_be_compiled_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers run beside each other; a refusal is that configuration's alone."""
+    lowered, asked = tuner.lowered_plan, []
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        asked.append(lowered(*args, **kwargs))
+        if len(asked) == 1:
+            raise RuntimeError("no such instruction")
+        if len(asked) == 2:
+
+            def refused() -> Any:
+                raise RuntimeError("no register is left")
+
+            return refused
+        return asked[-1]
+
+    monkeypatch.setattr(tuner, "lowered_plan", refusing)
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=3)
+    errors = [trial.error for trial in found.trials if trial.error]
+    assert sorted(errors) == [
+        "RuntimeError: no register is left",
+        "RuntimeError: no such instruction",
+    ]
+    assert found.trials[0].report is not None and not found.trials[0].error
+    assert not any(trial.fits for trial in found.trials if trial.error)
+
+
+def test_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(1)
+        return lambda: None
+
+    monkeypatch.setattr(tuner, "lowered_plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        xd.tune(build(), batch(64), topology="cpu:8", top=3)
+    monkeypatch.undo()
+    assert xd.tune(build(), batch(64), topology="cpu:8", top=1).trials[0].report is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from xla_dtensor.layouts.choice import Choice, Unit, state_of, units_of
@@ -69,7 +69,23 @@ def choose(
     scattered: float = 1.0,
     sought: Sequence[Sequence[Any]] | None = None,
 ) -> Choice:
-    """The layouts of a jaxpr.
+    """The layouts of a jaxpr: the one of `choices` for so much memory."""
+    own = jaxpr, known, required, sizes, arguments, elsewhere
+    return next(choices(*own, [memory], scattered, sought))
+
+
+def choices(
+    jaxpr: Any,
+    known: Mapping[Any, DimAxes | None],
+    required: Sequence[DimAxes | None],
+    sizes: Mapping[str, int],
+    arguments: Sequence[Any],
+    elsewhere: Sequence[Any],
+    memories: Sequence[float | None],
+    scattered: float = 1.0,
+    sought: Sequence[Sequence[Any]] | None = None,
+) -> Iterator[Choice]:
+    """The layouts of a jaxpr, for each of several sizes of memory, when they are asked for.
 
     Args:
         jaxpr: without inputs: those are constants.
@@ -80,7 +96,7 @@ def choose(
             that cut these, always: who cuts a batch doesn't want each device to compute all of it,
             to move less.
         elsewhere: constants and results that lie on another mesh of the same devices.
-        memory: bytes of a device that the program may take, if layouts can see to that; None if
+        memories: bytes of a device that the program may take, if layouts can see to that; None if
             nobody knows how many it has.
         scattered: what a reduce-scatter costs, of the bytes of a sum.
         sought: constants of which it is asked how they should lie (`xla_dtensor.tune`), in rows of
@@ -101,9 +117,12 @@ def choose(
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
     chooser = _Chooser(graph, sizes, given, units, batches, used, scattered)
     chooser.settle(chooser.start())
-    if memory is not None:
-        chooser.fit(memory, Alive(jaxpr, graph))
-    return chooser.choice
+    alive, unbound = Alive(jaxpr, graph), chooser.choice
+    for memory in memories:
+        if memory is None:
+            yield unbound
+        else:
+            yield chooser.fit(unbound, memory, alive)
 
 
 class _Chooser:
@@ -143,15 +162,22 @@ class _Chooser:
     def _nothing(self) -> Choice:
         return Choice(self._graph, self._sizes, self._units, self._used)
 
-    def fit(self, memory: float, alive: Alive) -> None:
-        """Choose anew, for points at which there is too much, until there is none."""
+    def fit(self, unbound: Choice, memory: float, alive: Alive) -> Choice:
+        """Choose anew, for points at which there is too much, until there is none.
+
+        Args:
+            unbound: what is chosen if there is enough; it stays as it is.
+            memory: bytes of a device.
+            alive: what is there at once.
+        """
+        self.choice, self._points = unbound.copy(), []
         while True:
             needed, groups = alive.most(self.choice.share)
             self.choice.too_many = too_many = max(needed - memory, 0.0)
             if not self.choice.found or not too_many or len(self._points) == POINTS:
-                return
+                return self.choice
             if not groups or any(groups == before for _, before in self._points):
-                return
+                return self.choice
             here = sum(nbytes * self.choice.share(group) for group, nbytes in groups.items())
             self._points.append((memory - (needed - here), groups))
             self.settle()

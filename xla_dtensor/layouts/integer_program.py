@@ -311,7 +311,7 @@ class AxisChoice:
             if group in self._sum.own:
                 costs = self._sum.own[group]
                 variables[group] = [program.variable(cost, whole=True) for cost in costs]
-                program.require(variables[group], [], 1, 1)
+                program.one_of(variables[group])
         for one, two, costs in self._sum.pairs():
             pairs = [[program.variable(cost) for cost in row] for row in costs]
             program.transport(pairs, [[v] for v in variables[one]], [[v] for v in variables[two]])
@@ -319,7 +319,7 @@ class AxisChoice:
         options = {ways: self._put(program, ways, variables, moves) for ways in together}
         for allowed, groups in points:
             self._bound(program, variables, allowed, groups)
-        values = program.solve()
+        values = program.solve(roughly=bool(points))
         if values is None:
             return False
         for group, own in variables.items():
@@ -337,7 +337,7 @@ class AxisChoice:
     ) -> list[int]:
         """Variables for the ways to cut a node; ``moves`` are those for moves of values."""
         chosen = [program.variable(cost, whole=True) for cost in ways.costs]
-        program.require(chosen, [], 1, 1)
+        program.one_of(chosen)
         for end in ways.ends:
             by_state: dict[State, list[int]] = {}
             for state, variable in zip(end.states, chosen, strict=True):

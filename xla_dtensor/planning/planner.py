@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,23 @@ def plan(
             report = xd.plan(lambda x: model(x).square().mean().backward(), x)
         assert report.collectives[0].kind == "all-reduce" and report.memory.arguments > 64 * 64 * 4
     """
+    given = {"topology": topology, "mesh": mesh, "tokens": tokens}
+    return lowered_plan(step, args, kwargs, **given, compiler_options=compiler_options)()
+
+
+def lowered_plan(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    topology: str | None = None,
+    mesh: Any = None,
+    tokens: int | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[], Report]:
+    """The first half of `plan`, with its arguments: the step is traced and lowered. What is
+    returned asks the compiler, in any thread, beside others, and outside of the `abstract` block,
+    too."""
     if not isinstance(step, CompiledStep):
         step = compile(step, compiler_options=compiler_options)
     current = abstract.current()
@@ -110,7 +128,8 @@ def plan(
         )
     if tokens is None:
         tokens = _tokens(args)
-    return _report(_name(step), seen, current, tokens)
+    seen["options"] = abstract.compiler_options(seen["options"])
+    return functools.partial(_report, _name(step), seen, current, tokens)
 
 
 def _look(program: Any) -> dict[str, Any]:
@@ -206,7 +225,7 @@ def _compiled(
         available: a device's memory.
     """
     with jax.enable_x64(True):
-        options = abstract.compiler_options(seen["options"])
+        options = seen["options"]
         if topology is None or topology.is_here:
             return _asked(seen["compile"], options, available, ())
         notes = (_GRANTED.format(fraction()),) if topology.is_of_gpus else ()

@@ -165,6 +165,9 @@ def _of_tpu(name: str) -> list[Any]:
             f"topology {name!r} needs the TPU's compiler, which needs no TPU: pip install libtpu "
             "(500 MB), or set TPU_LIBRARY_PATH to its libtpu.so"
         )
+    if not chips:
+        # libtpu locks the machine's TPU. Where there is none, compilers may run side by side.
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if not chips and jax.config.jax_platforms is None:
         # With libtpu there, JAX would look for a TPU to run on.
         jax.config.update("jax_platforms", "cpu")

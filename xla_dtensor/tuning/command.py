@@ -7,12 +7,14 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import WORK_PER_BYTE
 from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, of_script, planned
 from xla_dtensor.runtime import topologies
+from xla_dtensor.runtime.jax_runtime import topology_here
 from xla_dtensor.tuning.configuration import Configuration
 from xla_dtensor.tuning.estimate import Estimate
 from xla_dtensor.tuning.meshes import factorisations
@@ -28,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         if not path.endswith((".json", ".txt", ".png", ".svg")):
             print(f"--save {path}: write .json, .txt, .png or .svg", file=sys.stderr)
             return 2
+    if not Path(given.script).is_file():
+        print(f"{given.script}: there is no such script", file=sys.stderr)
+        return 2
     try:
         found = tuned(
             given.script, script, given.topology, mesh_sizes(given.mesh), given.minutes, given.step
@@ -54,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("script", help="a training script, run until it calls its step, each time")
     parser.add_argument(
-        "--topology", required=True, help="v5e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs), cpu:64"
+        "--topology",
+        required=True,
+        help="v5e:16x16, v5p:4x4x4, h100:8x8 (hosts x GPUs), cpu:64, here",
     )
     parser.add_argument("--mesh", help="tp=8: sizes that are given")
     parser.add_argument("--step", help="the name of the step; by default the first one called")
@@ -78,7 +85,7 @@ def tuned(
 
     Args:
         script, arguments: a path, and what the script is given.
-        topology: of the devices.
+        topology: of the devices; ``"here"`` for those that JAX has.
         fixed: sizes of mesh dims that are given.
         minutes: for all of it.
         step: the name of the step, if it isn't the first that is called.
@@ -87,6 +94,7 @@ def tuned(
         TopologyError: the script makes no mesh with names, calls no step, or has no such dims.
     """
     deadline = time.monotonic() + 60 * minutes
+    topology = topology_here() if topology == "here" else topology
     try:
         planned(script, arguments, topology, NamesOfMesh(), step)
     except NamesOfMesh.Found as found:

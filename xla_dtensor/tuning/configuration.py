@@ -34,6 +34,8 @@ class Configuration:
             model's equal layers (`repeated_layers`).
         parameters: by name for each mesh dim which dim of the parameter it shards, or None. What
             isn't there is whole on all devices, as buffers are.
+        microbatches: in how many parts the step computes its batch, one after the other; what makes
+            the step sees to that (`xla_dtensor.tune`).
 
     Example::
 
@@ -51,6 +53,7 @@ class Configuration:
     batch: Dims
     recompute: str = "nothing"
     parameters: Mapping[str, Dims] = field(default_factory=dict)
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         parameters = {name: tuple(dims) for name, dims in self.parameters.items()}
@@ -111,6 +114,7 @@ class Configuration:
             table="".join(f'    "{p}": {_text(d)},\n' for p, d in self._patterns().items()),
             whole=_text((None,) * len(self.mesh)),
             batch=_text(self.batch),
+            parts="" if self.microbatches == 1 else f"MICROBATCHES = {self.microbatches}\n",
             checkpoint=_CHECKPOINT if again else "",
             imported=_CHECKPOINTS if again else "",
             functions="\n\n".join(map(inspect.getsource, functions)),
@@ -123,6 +127,7 @@ class Configuration:
             "batch": list(self.batch),
             "recompute": self.recompute,
             "parameters": {name: list(dims) for name, dims in self.parameters.items()},
+            "microbatches": self.microbatches,
         }
 
     def idle(self) -> list[str]:
@@ -141,7 +146,8 @@ class Configuration:
             what += [f"{cut} of {len(self.parameters)} parameters"] if cut else []
             parts.append(f"{name}={size} ({', '.join(what) or 'nothing'})")
         again = "" if self.recompute == "nothing" else f", {self.recompute} computed again"
-        return " ".join(parts) + again
+        several = "" if self.microbatches == 1 else f", {self.microbatches} microbatches"
+        return " ".join(parts) + again + several
 
     def _patterns(self) -> dict[str, Dims]:
         """The layouts by name, with ``*`` for the number of a layer where all layers agree."""
@@ -205,7 +211,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor{importe
 import xla_dtensor as xd
 
 mesh = xd.init_device_mesh("xla", {shape}, mesh_dim_names={names})
-PLACEMENTS = {{
+{parts}PLACEMENTS = {{
 {table}}}
 
 

@@ -20,8 +20,9 @@ batch, ``cp`` its second dim (sequences), ``tp`` nothing of the batch. What they
 parameters and of all that is computed is found, and not said by these names."""
 
 USUAL = ("dp", "fsdp", "tp")
-"""Those that are looked at by default. What ``cp`` does, ``tp`` may: of the batch itself it only
-leaves the tokens whole."""
+"""Those that are looked at by default, and ``cp`` where the batch is smaller than the devices. What
+``cp`` does, ``tp`` may, too: of the batch itself it only leaves the tokens whole. But two
+dims cut what one of their product can't: 8 heads and a sequence."""
 
 
 def meshes(
@@ -66,6 +67,18 @@ def meshes(
             yield real, roles
 
 
+def usual(count: int, batch: Sequence[Any]) -> tuple[str, ...]:
+    """The dims that are looked at where none are given.
+
+    Args:
+        count: of devices.
+        batch: the step's arguments.
+    """
+    largest = _largest(batch, 0)
+    is_small = largest is not None and largest.ndim > 1 and largest.shape[0] < count
+    return tuple(name for name in NAMES if name in USUAL or (name == "cp" and is_small))
+
+
 def domain_size(chip: Chip | None, devices: Sequence[Any]) -> int:
     """How many devices share a switch."""
     if chip is None or not chip.is_switched:
@@ -95,7 +108,12 @@ def factorisations(
 def _divides(roles: Dims, sizes: Sequence[int], dim: int, batch: Sequence[Any]) -> bool:
     """Whether the devices divide the largest argument; what they don't divide is whole."""
     devices = math.prod(size for role, size in zip(roles, sizes, strict=True) if role == dim)
+    largest = _largest(batch, dim)
+    return devices == 1 or (largest is not None and largest.shape[dim] % devices == 0)
+
+
+def _largest(batch: Sequence[Any], dim: int) -> torch.Tensor | None:
+    """The largest of the arguments that have the dim."""
     leaves = pytree.tree_leaves(batch)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim > dim]
-    largest = max(tensors, key=torch.Tensor.numel, default=None)
-    return devices == 1 or (largest is not None and largest.shape[dim] % devices == 0)
+    return max(tensors, key=torch.Tensor.numel, default=None)

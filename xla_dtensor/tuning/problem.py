@@ -10,7 +10,7 @@ the memory is cut. FSDP, tensor parallelism and their mixtures are what comes ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.call.sources import ArgumentSource, StateSource
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.choose import choices
 from xla_dtensor.layouts.joined import kept_apart
 from xla_dtensor.layouts.memory import Alive
 from xla_dtensor.layouts.parts import DimAxes
@@ -58,32 +58,35 @@ class Problem:
             self._jaxprs = kept_apart(jaxpr, [*self.sizes.values()])
         self._sources = traced.inputs.sources
 
-    def solve(
+    def solutions(
         self,
         batch: Dims,
-        memory: float | None,
+        memories: Sequence[float | None],
         scattered: float,
         pinned: Callable[[str], Dims | None],
-    ) -> Solution:
-        """How everything should lie.
+    ) -> Iterator[Solution]:
+        """How everything should lie, for each of several sizes of memory, when it is asked for.
 
         Args:
             batch: for each mesh dim which dim of the arguments it shards.
-            memory: bytes of a device; None if nobody knows how many it has.
+            memories: bytes of a device; None if nobody knows how many it has.
             scattered: what a reduce-scatter costs, of the bytes of a sum.
             pinned: says of a parameter's name how it has to lie, or None.
         """
-        found = [self._solved(each, batch, memory, scattered, pinned) for each in self._jaxprs]
-        return min(found, key=lambda each: each.choice.price())
+        every = [self._solved(j, batch, memories, scattered, pinned) for j in self._jaxprs]
+        first = [next(solutions) for solutions in every]
+        best = min(range(len(first)), key=lambda i: first[i].choice.price())
+        yield first[best]
+        yield from every[best]
 
     def _solved(
         self,
         jaxpr: Any,
         batch: Dims,
-        memory: float | None,
+        memories: Sequence[float | None],
         scattered: float,
         pinned: Callable[[str], Dims | None],
-    ) -> Solution:
+    ) -> Iterator[Solution]:
         known: dict[Any, DimAxes | None] = {}
         arguments, parameters = [], {}
         for variable, source in zip(jaxpr.constvars, self._sources, strict=True):
@@ -103,15 +106,17 @@ class Problem:
         for name, variable in parameters.items():
             alike.setdefault((pattern_of(name), variable.aval.shape), []).append(variable)
         required = [None] * len(jaxpr.outvars)
-        with jax.enable_x64(True):
-            choice = choose(
-                *(jaxpr, known, required, self.sizes, arguments, (), memory, scattered),
-                sought=[*alike.values()],
-            )
-            needed = Alive(jaxpr, choice.graph).most(choice.share)[0] if choice.found else 0.0
-        return Solution(
-            choice, needed, {n: self._dims(choice.of(v)) for n, v in parameters.items()}
+        found = choices(
+            *(jaxpr, known, required, self.sizes, arguments, ()),
+            *(memories, scattered, [*alike.values()]),
         )
+        for _ in memories:
+            with jax.enable_x64(True):
+                choice = next(found)
+                alive = Alive(jaxpr, choice.graph)
+                needed = alive.most(choice.share)[0] if choice.found else 0.0
+            parameters_lie = {n: self._dims(choice.of(v)) for n, v in parameters.items()}
+            yield Solution(choice, needed, parameters_lie)
 
     def _axes(self, dims: Dims, ndim: int) -> DimAxes:
         pairs = [pair for pair in zip(self.sizes, dims, strict=True) if self.sizes[pair[0]] > 1]

@@ -5,9 +5,14 @@ XLA's compiler has the last word on the best.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
+import inspect
+import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,23 +21,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import compile
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS
-from xla_dtensor.planning import abstract, plan
+from xla_dtensor.planning import abstract
+from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.jax_runtime import topology_here
 from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
 from xla_dtensor.tuning.estimate import estimate
-from xla_dtensor.tuning.meshes import NAMES, USUAL, domain_size, meshes
+from xla_dtensor.tuning.meshes import NAMES, domain_size, meshes, usual
 from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.trial import Trial
 
-Build = Callable[[Callable[[nn.Module], nn.Module]], Callable[..., Any]]
+Build = Callable[..., Callable[..., Any]]
 
 _ENOUGH = 0.5  # of the memory: a step that takes no more by the estimate fits
 _NEARLY = 0.01
+_MICROBATCHES = (1, 2, 4)
 _ROUNDS = 5
 """Steps that are timed where the devices are here."""
 
@@ -45,9 +53,10 @@ def tune(
     minutes: float = 10.0,
     top: int = 10,
     mesh: Mapping[str, int] | None = None,
-    dims: Sequence[str] = USUAL,
+    dims: Sequence[str] | None = None,
     pinned: Mapping[str, Mapping[str, int | None]] | None = None,
     recompute: Sequence[str] = ("nothing", "layers"),
+    microbatches: Sequence[int] | None = None,
     reserve: float = 0.1,
     run: bool | None = None,
 ) -> Tuned:
@@ -61,7 +70,8 @@ def tune(
     Args:
         build: makes the step: is given a function that lays a model out, calls it with the model
             before it makes an optimizer, and returns the function to be compiled. It is called
-            again and again.
+            again and again. One that has an argument ``microbatches`` is told in how many parts the
+            step is to compute its batch, summing their gradients.
         batch: the arguments of a step, whole: tensors, of which only shape and dtype count, and
             whatever else it takes.
         topology: `xd.abstract`'s: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:8"``; ``"here"``: the
@@ -70,11 +80,14 @@ def tune(
         top: how many XLA is to compile.
         mesh: sizes of mesh dims that are given, by name.
         dims: the mesh dims that may be used: ``dp`` and ``fsdp`` shard the batch, ``cp`` its second
-            dim, ``tp`` none of it. What they do with all else is found.
+            dim, ``tp`` none of it. What they do with all else is found. By default all but ``cp``,
+            and that, too, where the batch has fewer rows than there are devices.
         pinned: parameters that have to lie as given: by a pattern of names (``"embed.*"``) for each
             mesh dim which dim of the parameter it shards; others of its mesh dims nothing.
         recompute: what may be computed again in backward: ``"nothing"``, ``"layers"``. The second
             is looked at where the first takes more than half of the memory.
+        microbatches: of such a ``build``, how many there may be, by default 1, 2 and 4. More than
+            the first are looked at where that takes more than half of the memory.
         reserve: the part of a device's memory that is to stay free.
         run: whether the best are also run, a few steps each, and ranked by how long these take; the
             devices have to be here (``"cpu:8"``, ``"gpu:8"``). By default where ``topology`` is
@@ -102,6 +115,14 @@ def tune(
     for name in recompute:
         if name not in ("nothing", "layers"):
             raise ValueError(f'recompute={name!r}: it has "nothing" and "layers"')
+    takes_parts = "microbatches" in inspect.signature(build).parameters
+    if microbatches is None:
+        microbatches = _MICROBATCHES if takes_parts else (1,)
+    if not microbatches or min(microbatches) < 1 or (max(microbatches) > 1 and not takes_parts):
+        raise ValueError(
+            f"microbatches={microbatches!r}: numbers from 1, of a build(parallelize, microbatches) "
+            "whose step computes its batch in so many parts"
+        )
     for pattern, wanted_dims in (pinned or {}).items():
         if set(wanted_dims) - {*NAMES} or any((d or 0) < 0 for d in wanted_dims.values()):
             raise ValueError(
@@ -119,12 +140,15 @@ def tune(
     found: list[Trial] = []
     notes: list[str] = []
     # What is left when the time is over has the most dims. Half of it is for estimates.
+    dims = usual(search.count, batch) if dims is None else dims
     wanted = sorted(search.meshes(dims, mesh or {}), key=lambda each: len(each[0]))
     if not wanted:
         raise TopologyError(
             f"xd.tune: no mesh of {search.count} devices has the dims {', '.join(dims)} with "
             f"{dict(mesh or {})}, and divides the batch"
         )
+    kinds = [name for name in ("nothing", "layers") if name in recompute]
+    alternatives = [*itertools.product(sorted({*microbatches}), kinds)]
     for done, (sizes, roles) in enumerate(wanted):
         if found and time.monotonic() > deadline - 30 * minutes:
             notes.append(
@@ -132,22 +156,23 @@ def tune(
                 f"over (minutes={minutes:g})"
             )
             break
-        for again in sorted({*recompute}, key=("nothing", "layers").index):
-            if again != "nothing" and "nothing" in recompute and not search.is_short(found[-1]):
-                continue
-            found += search.estimated(sizes, roles, again)
+        own: list[Trial] = []
+        for parts, again in alternatives:
+            plain = Configuration(sizes, roles, again, microbatches=parts)
+            if (not own or search.is_short(own[-1])) and search.divides(plain):
+                own += search.estimated(plain)
+        found += own
     if not found:
         raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
     search.check_pins()
     found = sorted(_apart(found), key=Trial.rank)
     chosen = found[:top]
-    for i, trial in enumerate(chosen):
-        if i and time.monotonic() > deadline:
-            notes.append(f"{len(chosen) - i} of the best {top} were not compiled, likewise")
-            break
-        found[i] = search.compiled(trial)
-        if run and found[i].fits:
-            found[i] = search.measured(found[i])
+    asked = search.compiled(chosen, lambda: time.monotonic() > deadline)
+    left = len(chosen) - len(asked)
+    if left:
+        notes.append(f"{left} of the best {top} were not compiled, likewise")
+    for i, trial in asked.items():
+        found[i] = search.measured(trial) if run and trial.fits else trial
     notes += search.notes
     return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
 
@@ -174,7 +199,10 @@ def _is_like(one: Trial, other: Trial) -> bool:
     def costs(trial: Trial) -> tuple[float, ...]:
         return trial.estimate.rank, trial.estimate.memory, trial.estimate.moved
 
-    return one.configuration.recompute == other.configuration.recompute and all(
+    def kind(trial: Trial) -> tuple[str, int]:
+        return trial.configuration.recompute, trial.configuration.microbatches
+
+    return kind(one) == kind(other) and all(
         math.isclose(a, b, rel_tol=_NEARLY) for a, b in zip(costs(one), costs(other), strict=True)
     )
 
@@ -189,6 +217,7 @@ class _Search:
         reserve: float,
     ) -> None:
         self._build, self._batch, self._pinned = build, batch, pinned
+        self._takes_parts = "microbatches" in inspect.signature(build).parameters
         self._topology = topologies.topology(topology)
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
@@ -228,10 +257,17 @@ class _Search:
         """Whether it may turn out to need too much memory: estimates of that are rough."""
         return self._memory is not None and trial.memory > _ENOUGH * self._memory
 
-    def estimated(self, mesh: dict[str, int], roles: Dims, again: str) -> list[Trial]:
+    def divides(self, own: Configuration) -> bool:
+        """Whether its devices divide each of its microbatches, as they do the batch."""
+        rows = [x.shape[0] for x in pytree.tree_leaves(self._batch) if getattr(x, "ndim", 0)]
+        sizes = zip(own.mesh.values(), own.batch, strict=True)
+        devices = math.prod(size for size, dim in sizes if dim == 0)
+        return own.microbatches == 1 or max(rows, default=0) % (devices * own.microbatches) == 0
+
+    def estimated(self, plain: Configuration) -> list[Trial]:
         """The mesh's best layouts; where these may need too much memory also those with half of it.
         None where nothing is computed again, because the model has no equal layers."""
-        plain = Configuration(mesh, roles, again)
+        mesh: dict[str, int] = dict(plain.mesh)
         models: list[nn.Module] = []
 
         def parallelize(model: nn.Module) -> nn.Module:
@@ -240,7 +276,7 @@ class _Search:
 
         whole = dataclasses.replace(plain, batch=(None,) * len(mesh))
         with abstract(self._topology.name):
-            step = self._build(parallelize)
+            step = self._built(parallelize, plain)
             if not models:
                 raise ValueError(
                     "build(parallelize) hasn't called parallelize(model): the parameters of that "
@@ -252,16 +288,16 @@ class _Search:
                     "of which the others are parts (nn.ModuleList)"
                 )
             model = models[0]
-            if again == "layers" and not repeated_layers(model):
+            if plain.recompute == "layers" and not repeated_layers(model):
                 self._errors.add("the model has no list of equal layers to compute again")
                 return []
             compiled = compile(step, layouts="torch")
             problem = Problem(compiled, whole.place(*self._batch), model)
             found: list[Trial] = []
             pinned = self._pinned_by(mesh)
-            for part in (1.0, 0.5):
-                memory = None if self._memory is None else part * self._memory
-                solution = problem.solve(roles, memory, self._scattered, pinned)
+            have = self._memory
+            memories = [have] if have is None else [have, _ENOUGH * have]
+            for solution in problem.solutions(plain.batch, memories, self._scattered, pinned):
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
                     name: solution.parameters.get(first, (None,) * len(mesh))
@@ -273,21 +309,56 @@ class _Search:
                     break
         return found
 
-    def compiled(self, trial: Trial) -> Trial:
-        """The same with XLA's report."""
-        own = trial.configuration
-        with abstract(self._topology.name):
+    def _built(self, parallelize: Any, own: Configuration) -> Callable[..., Any]:
+        parts = {"microbatches": own.microbatches} if self._takes_parts else {}
+        return self._build(parallelize, **parts)
+
+    def compiled(self, trials: Sequence[Trial], is_over: Callable[[], bool]) -> dict[int, Trial]:
+        """The same with XLA's report, by their positions: one is traced while others are compiled,
+        as many at once as there are cores. An interrupt ends what hasn't begun.
+
+        Args:
+            trials: what is to be compiled.
+            is_over: whether the time is; all but the first are left out then.
+        """
+        found: dict[int, Trial] = {}
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "xla_dtensor tune") as pool:
+            asked: dict[int, concurrent.futures.Future[Trial | None]] = {}
             try:
-                report = plan(self._build(own.apply), *own.place(*self._batch))
-            except (XlaDTensorError, RuntimeError, ValueError) as error:
-                return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
-        return dataclasses.replace(trial, report=report)
+                for i, trial in enumerate(trials):
+                    if i and is_over():
+                        break
+                    ask = self._lowered(trial)
+                    asked[i] = pool.submit(_unless, is_over if i else None, ask)
+                for i, future in asked.items():
+                    compiled = future.result()
+                    if compiled is not None:
+                        found[i] = compiled
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return found
+
+    def _lowered(self, trial: Trial) -> Callable[[], Trial]:
+        """Asks XLA of it."""
+        own = trial.configuration
+        with abstract(self._topology.name), _errors(trial) as refused:
+            report = lowered_plan(self._built(own.apply, own), own.place(*self._batch), {})
+
+        def ask() -> Trial:
+            if refused:
+                return refused[0]
+            with _errors(trial) as error:
+                return dataclasses.replace(trial, report=report())
+            return error[0]
+
+        return ask
 
     def measured(self, trial: Trial) -> Trial:
         """The same with the median of a few steps."""
         own, times = trial.configuration, []
         try:
-            step = compile(self._build(own.apply))
+            step = compile(self._built(own.apply, own))
             batch = own.place(*self._batch)
             for _ in range(_ROUNDS + 2):  # the first two make state, and compile
                 begin = time.perf_counter()
@@ -306,6 +377,20 @@ class _Search:
             return None
 
         return pinned
+
+
+@contextlib.contextmanager
+def _errors(trial: Trial) -> Iterator[list[Trial]]:
+    """Catches what refuses a step; the list has the trial with it then."""
+    found: list[Trial] = []
+    try:
+        yield found
+    except (XlaDTensorError, RuntimeError, ValueError) as error:
+        found.append(dataclasses.replace(trial, error=f"{type(error).__name__}: {error}"))
+
+
+def _unless(is_over: Callable[[], bool] | None, ask: Callable[[], Trial]) -> Trial | None:
+    return None if is_over is not None and is_over() else ask()
 
 
 def _wait(result: Any) -> None:
