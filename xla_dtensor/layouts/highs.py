@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+logger = logging.getLogger("xla_dtensor")
 
 SECONDS = 60.0
 """How long HiGHS may take, by the clock; what it has found by then is taken. Most programs take a
@@ -111,13 +114,22 @@ class IntegerProgram:
         solver.changeObjectiveOffset(-self.unavoidable)  # products are 50 times what moves
         whole = np.array(self.whole, np.int32)
         # The relaxation first: it takes half the time, and its solution is nearly always integral.
-        for kind in (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger):
+        # The program itself a second time: HiGHS has come back without a solution, sooner than it
+        # solves the relaxation, of programs that it solves when it is asked again (Llama 3 70B,
+        # 2026-11-28, three times in some hundred programs, cause unknown).
+        continuous, integer = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        for kind in (continuous, integer, integer):
             solver.changeColsIntegrality(len(whole), whole, np.full(len(whole), kind))
             solver.setOptionValue("time_limit", solver.getRunTime() + SECONDS)
             solver.run()
-            solution = solver.getSolution()
+            solution, status = solver.getSolution(), solver.getModelStatus()
             found = np.array(solution.col_value) if solution.value_valid else None
-            proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+            proven = status == highspy.HighsModelStatus.kOptimal
             if found is not None and proven and np.all(np.abs(found - found.round())[whole] < 1e-6):
                 break
+            if kind == integer:
+                if found is not None or status == highspy.HighsModelStatus.kInfeasible:
+                    break  # the best in that time, or there is none
+                logger.debug("HiGHS has found nothing (%s), and is asked again", status)
+                solver.clearSolver()
         return found
