@@ -57,7 +57,9 @@ def _recorded() -> Iterator[list[Launch]]:
         with (
             xd.config.override(eager="strict"),
             mock.patch.object(
-                Computation, "compiled", lambda self: _Recorder(compiled(self), launches)
+                Computation,
+                "compiled",
+                lambda self, words: _Recorder(compiled(self, words).jitted, launches),
             ),
         ):
             yield launches

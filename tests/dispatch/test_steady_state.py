@@ -60,7 +60,7 @@ def cache_sizes() -> dict[str, int]:
                 sizes[f"{name}.{key}"] = value.cache_info().currsize
     for index, plan in enumerate(execute._plans.values()):
         if isinstance(plan, Plan):
-            sizes[f"plan {index}: {plan.info.name}"] = plan.eager._function._cache_size()
+            sizes[f"plan {index}: {plan.info.name}"] = plan.eager.jitted._cache_size()
     for index, executable in enumerate(batch.executables.values()):
         sizes[f"batch {index}"] = executable._cache_size()
     return sizes

@@ -81,7 +81,7 @@ def _computation(call: Call, mesh: DeviceMesh) -> Compiled:
         counter = iter(range(1_000_000))
         return plan.run(lambda: rng.key_of(state, next(counter)), leaves, bases, False)
 
-    program = plan.eager.lower(state, leaves, bases).compile()
+    program = plan.eager.jitted.lower(state, leaves, bases).compile()
     return Compiled(
         _placements(results),
         collectives(program.as_text()),

@@ -41,6 +41,15 @@ PLOTS = (
         {"compiled": ("xla", "ratio"), "eager": ("eager", "ratio")},
     ),
     Plot(
+        "serving",
+        "The time of a token of the compiled decoding step over that of hand-written JAX",
+        {
+            f"{devices} devices, batch {batch}": (f"{devices}, {batch}", "torch", "ratio")
+            for devices in (1, 4)
+            for batch in (1, 64)
+        },
+    ),
+    Plot(
         "horovod",
         "The time of torch's DistributedDataParallel in 8 processes over ours in one",
         {

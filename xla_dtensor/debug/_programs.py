@@ -27,4 +27,4 @@ def program_text(plan: Plan, call: Call) -> str:
     bases = [(t._storage_.array, leave_open(t._steps)[1]) if t._steps else None for t in written]
     state = rng.keyed(rng.words()) if plan.random else None
     with jax.enable_x64(True), executor.running_at_once():
-        return plan.eager.lower(state, leaves, bases).compile().as_text()
+        return plan.eager.jitted.lower(state, leaves, bases).compile().as_text()

@@ -310,8 +310,7 @@ class Storage:
         self.array = pending
 
     def give_back(self) -> None:
-        """Let the devices' memory go; whoever reads the value then gets an error. `refill` undoes
-        it.
+        """Let the devices' memory go: who reads the value then gets an error. `refill` undoes it.
 
         Raises:
             UnsupportedOpError: see ``refuses_writes``.

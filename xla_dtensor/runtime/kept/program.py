@@ -57,7 +57,8 @@ class KeptProgram:
         self._known: tuple[Any, Any] | None = None
 
     @cached_property
-    def _function(self) -> Any:
+    def jitted(self) -> Any:
+        """The function by JAX alone."""
         return jax.jit(self._plain, **self._options)
 
     def begin(self, submit: Submit, *args: Any) -> None:
@@ -71,11 +72,11 @@ class KeptProgram:
             return
         place = self._place(args)
         if place is None:
-            job = self._function.lower(*args).compile
+            job = self.jitted.lower(*args).compile
         elif place.is_there:
             job = place.load
         else:
-            job = partial(place.compile, self._function.lower(*args))
+            job = partial(place.compile, self.jitted.lower(*args))
         self._begun = place, submit(job)
 
     def __call__(self, *args: Any) -> Any:
@@ -85,19 +86,24 @@ class KeptProgram:
                 return known[1](*args)
             except (TypeError, ValueError):
                 pass  # other arrays than those it was made of: of another device, not committed
-        return self._function(*args)
+        return self.jitted(*args)
 
     def _settle(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
         if self._begun is None:
             place = self._place(args)
             found = place and place.load()
         else:
-            (place, job), self._begun = self._begun, None  # if it fails, the next call tries again
-            found = job.result()
+            (place, job), self._begun = self._begun, None
+            try:
+                found = job.result()
+            except RuntimeError:
+                # A listener of JAX's events may use tensors, which such a thread refuses. It is
+                # done in this one then; if it fails here, too, the next call tries again.
+                found = place and place.load()
         if place is None:
             found = None
         elif found is None:
-            found = place.compile(self._function.lower(*args))
+            found = place.compile(self.jitted.lower(*args))
         self._known = trace_context(), found
         return self._known
 
