@@ -19,6 +19,7 @@ from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_host
 from xla_dtensor.forms.read import computing_constants, constant_recipe, read
+from xla_dtensor.forms.storage import Storage
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
@@ -181,6 +182,38 @@ class Tracing(Running):
 
 
 _NUMBERS = (bool, int, float, complex)
+
+
+class TracingProgram(Tracing):
+    """A trace that tells what it has made from what was there before."""
+
+    def __init__(self) -> None:
+        self._owned: dict[int, weakref.ref[Storage]] = {}
+        # What is computed again in the backward pass, innermost last.
+        self._recomputed: list[Any] = []
+        self._latest: Any = None  # the tracer that was made last
+
+    def created(self, storage: Storage) -> None:
+        key = id(storage)
+
+        def gone(_: Any) -> None:
+            self._owned.pop(key, None)
+
+        self._owned[key] = weakref.ref(storage, gone)
+        if isinstance(storage.array, jax.core.Tracer):
+            self._latest = storage.array
+        if self._recomputed:
+            self._recomputed[-1].made.add(key)
+
+    def owns(self, storage: Storage) -> bool:
+        """Whether the storage was made in the trace."""
+        reference = self._owned.get(id(storage))
+        return reference is not None and reference() is storage
+
+    def left_behind(self) -> list[Storage]:
+        """The storages made in the trace that still exist."""
+        storages = [reference() for reference in list(self._owned.values())]
+        return [s for s in storages if s is not None]
 
 
 def _of_one(call: Call, leaves: list[Any]) -> Any:

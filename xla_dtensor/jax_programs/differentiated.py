@@ -193,7 +193,7 @@ def _kept_by(
     outs: list[Any],
     within: Any,
 ) -> tuple[_Graph, list[Any]]:
-    storages = trace.alive()
+    storages = trace.left_behind()
     wanted = [leaf is not None and d for leaf, d in zip(leaves, differentiated, strict=True)]
     graph = _Graph(entered, leaves, wanted, outs, storages, within, trace.random.latest)
     return graph, [storage.array for storage in storages]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from xla_dtensor.compilation.code.host_random import MaybeAnotherThread, none_dr
 from xla_dtensor.compilation.trace.recomputation import Recomputation
 from xla_dtensor.errors import DataDependentError, RandomNumbersError, UnsupportedOpError
 from xla_dtensor.execution.interfaces import Plan
-from xla_dtensor.execution.tracing import Tracing
+from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.runtime.abstract_array import AbstractArray
@@ -35,7 +34,7 @@ _GONE = (
 )
 
 
-class ProgramTrace(Tracing):
+class ProgramTrace(TracingProgram):
     """Runs torch code for a JAX program.
 
     Args:
@@ -45,37 +44,14 @@ class ProgramTrace(Tracing):
     """
 
     def __init__(self, words: Any, drawn: int = 0) -> None:
+        super().__init__()
         self.scalars: dict[Any, Any] = {}
         self.python_numbers: list[Any] = []
         self.random = thread_state.RandomNumbers(0, 0, self.refuse)
         self.random.advance(drawn)
         self._words = words
-        self._owned: dict[int, weakref.ref[Storage]] = {}
-        self._recomputed: list[Recomputation] = []
-        self._latest: Any = None
 
     # --- storages -----------------------------------------------------------------------------
-
-    def created(self, storage: Storage) -> None:
-        key = id(storage)
-
-        def gone(_: Any) -> None:
-            self._owned.pop(key, None)
-
-        self._owned[key] = weakref.ref(storage, gone)
-        if isinstance(storage.array, jax.core.Tracer):
-            self._latest = storage.array
-        if self._recomputed:
-            self._recomputed[-1].made.add(key)
-
-    def owns(self, storage: Storage) -> bool:
-        reference = self._owned.get(id(storage))
-        return reference is not None and reference() is storage
-
-    def alive(self) -> list[Storage]:
-        """The storages that were made here and that somebody still holds."""
-        found = [reference() for reference in list(self._owned.values())]
-        return [storage for storage in found if storage is not None]
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
         array = storage.array if self.owns(storage) else _outside(storage)
@@ -177,7 +153,7 @@ def tracing(trace: ProgramTrace) -> Iterator[None]:
         try:
             yield
         finally:
-            give_up(trace.alive())
+            give_up(trace.left_behind())
             trace.scalars.clear()
             trace._latest = None
 

@@ -35,7 +35,7 @@ from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.recomputation import Recomputation
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.execution.tracing import Tracing
+from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -51,10 +51,11 @@ from xla_dtensor.tensors.of_form import is_ours
 READ = "xla_dtensor reads "
 
 
-class StepTrace(Tracing):
+class StepTrace(TracingProgram):
     """The trace of one step; see `base.executor.Executor` for what it is told and asked."""
 
     def __init__(self, leaves: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
         # Flags and gradients, before the trace, of the tensors that the step can reach by name.
         self.before = {id(t): (t, ExternalTensor(t)) for t in leaves}
         self.optimizer_hooks: Any = None
@@ -73,10 +74,7 @@ class StepTrace(Tracing):
         self.frame: Frame | None = None
         self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jax.device_put(rng.words())
-        self._owned: dict[int, weakref.ref[Storage]] = {}
         self._array_ids: set[int] = set()
-        self._recomputed: list[Recomputation] = []
-        self._latest: Any = None
         self._begins = next_version()
         self.loop_begins = 0  # the version at which the loop body that is being traced began
         self.optimizer_depth = 0
@@ -122,28 +120,6 @@ class StepTrace(Tracing):
         return self.positions.view(info, args, kwargs, dispatch)
 
     # --- what dispatch reports ---------------------------------------------------------------
-
-    def created(self, storage: Storage) -> None:
-        key = id(storage)
-
-        def gone(_: Any) -> None:
-            self._owned.pop(key, None)
-
-        self._owned[key] = weakref.ref(storage, gone)
-        if isinstance(storage.array, jax.core.Tracer):
-            self._latest = storage.array
-        if self._recomputed:
-            self._recomputed[-1].made.add(key)
-
-    def owns(self, storage: Storage) -> bool:
-        """Whether the storage was made by the step."""
-        reference = self._owned.get(id(storage))
-        return reference is not None and reference() is storage
-
-    def left_behind(self) -> list[Storage]:
-        """The storages made by the step that still exist."""
-        storages = [reference() for reference in list(self._owned.values())]
-        return [s for s in storages if s is not None]
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
         if not self.owns(storage):
