@@ -44,7 +44,7 @@ def install(module: Any) -> None:
 
 def _sample(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
     model, ids = args[0], args[1] if len(args) > 1 else kwargs.get("input_ids")
-    named = {**kwargs, **dict(zip(("input_ids",), args[1:], strict=False))}
+    named = {**kwargs, "input_ids": ids}
     if len(args) > 2 or not ours.is_ours(ids):
         return original(*args, **kwargs)
     why = _why_not(module, model, **named)
@@ -131,7 +131,9 @@ def _generated(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    steps = model.__dict__.setdefault("xla_generation", Generation())
+    if "xla_generation" not in vars(model):
+        model.xla_generation = Generation()
+    steps = model.xla_generation
     cache = model_kwargs.pop("past_key_values")
     known = getattr(model, "_previous_max_cache_length", 0), generation_config.max_cache_len or 0
     longest = max(stopping_criteria.max_length, *(1 + length for length in known))

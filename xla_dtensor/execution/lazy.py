@@ -250,7 +250,7 @@ class Lazy(Batch):
 
         All batches use this one trace (design.md, "Eager operations wait").
         """
-        digest = proofs.digest_of(plan.words())
+        digest = proofs.digest_of(plan.words)
         if proofs.has(digest):
             plan.proven = True
             return

@@ -15,6 +15,7 @@ from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
 from xla_dtensor.execution.on_host import ON_HOST, refuse_varying
+from xla_dtensor.execution.recomputation import Recomputation
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_host
@@ -190,7 +191,7 @@ class TracingProgram(Tracing):
     def __init__(self) -> None:
         self._owned: dict[int, weakref.ref[Storage]] = {}
         # What is computed again in the backward pass, innermost last.
-        self._recomputed: list[Any] = []
+        self._recomputed: list[Recomputation] = []
         self._latest: Any = None  # the tracer that was made last
 
     def created(self, storage: Storage) -> None:
@@ -214,6 +215,12 @@ class TracingProgram(Tracing):
         """The storages made in the trace that still exist."""
         storages = [reference() for reference in list(self._owned.values())]
         return [s for s in storages if s is not None]
+
+    def begin_recomputation(self) -> None:
+        self._recomputed.append(Recomputation(self._latest))
+
+    def end_recomputation(self) -> None:
+        self._recomputed.pop()
 
 
 def _of_one(call: Call, leaves: list[Any]) -> Any:

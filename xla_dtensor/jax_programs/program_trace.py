@@ -19,7 +19,6 @@ from xla_dtensor.base.jax_private import let_64_bit_equations_lower, varying_axe
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.compilation.code.host_random import MaybeAnotherThread, none_drawn
-from xla_dtensor.compilation.trace.recomputation import Recomputation
 from xla_dtensor.errors import DataDependentError, RandomNumbersError, UnsupportedOpError
 from xla_dtensor.execution.interfaces import Plan
 from xla_dtensor.execution.tracing import TracingProgram
@@ -107,14 +106,6 @@ class ProgramTrace(TracingProgram):
             "value on the devices (torch.where, a tensor in place of a number), or return it and "
             "look at it outside of the JAX program"
         )
-
-    # --- recomputation (torch.utils.checkpoint), in the backward pass ----------------------------
-
-    def begin_recomputation(self) -> None:
-        self._recomputed.append(Recomputation(self._latest))
-
-    def end_recomputation(self) -> None:
-        self._recomputed.pop()
 
 
 def _outside(storage: Storage) -> Any:

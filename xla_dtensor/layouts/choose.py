@@ -117,11 +117,12 @@ def choices(
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
     chooser = _Chooser(graph, sizes, given, units, batches, used, scattered)
     chooser.settle(chooser.start())
-    alive, unbound = Alive(jaxpr, graph), chooser.choice
+    unbound, alive = chooser.choice, None
     for memory in memories:
         if memory is None:
             yield unbound
         else:
+            alive = alive or Alive(jaxpr, graph)
             yield chooser.fit(unbound, memory, alive)
 
 

@@ -136,7 +136,8 @@ def tune(
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes
-    search = _Search(build, tuple(batch), topology, pinned or {}, reserve)
+    told = build if takes_parts else lambda parallelize, microbatches: build(parallelize)
+    search = _Search(told, tuple(batch), topology, pinned or {}, reserve)
     found: list[Trial] = []
     notes: list[str] = []
     # What is left when the time is over has the most dims. Half of it is for estimates.
@@ -217,7 +218,6 @@ class _Search:
         reserve: float,
     ) -> None:
         self._build, self._batch, self._pinned = build, batch, pinned
-        self._takes_parts = "microbatches" in inspect.signature(build).parameters
         self._topology = topologies.topology(topology)
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
@@ -310,8 +310,7 @@ class _Search:
         return found
 
     def _built(self, parallelize: Any, own: Configuration) -> Callable[..., Any]:
-        parts = {"microbatches": own.microbatches} if self._takes_parts else {}
-        return self._build(parallelize, **parts)
+        return self._build(parallelize, microbatches=own.microbatches)
 
     def compiled(self, trials: Sequence[Trial], is_over: Callable[[], bool]) -> dict[int, Trial]:
         """The same with XLA's report, by their positions: one is traced while others are compiled,

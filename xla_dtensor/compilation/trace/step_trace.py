@@ -32,7 +32,6 @@ from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
-from xla_dtensor.compilation.trace.recomputation import Recomputation
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.execution.tracing import TracingProgram
@@ -288,14 +287,6 @@ class StepTrace(TracingProgram):
             f"{what} needs a value that doesn't exist while the step is compiled"
             f"{user_line()}\n{way}"
         )
-
-    # --- recomputation ------------------------------------------------------------------------
-
-    def begin_recomputation(self) -> None:
-        self._recomputed.append(Recomputation(self._latest))
-
-    def end_recomputation(self) -> None:
-        self._recomputed.pop()
 
     # --- internals ----------------------------------------------------------------------------
 

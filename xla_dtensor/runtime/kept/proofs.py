@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,15 +27,16 @@ def _path() -> Path | None:
     return where and where / "proofs"
 
 
-def digest_of(words: str | None) -> str | None:
+def digest_of(words: Callable[[], str | None]) -> str | None:
     """By which to ask for it; None where none is kept.
 
     Args:
-        words: what is computed (`KeptProgram`).
+        words: gives what is computed, as of a `KeptProgram`.
     """
-    if words is None or folder() is None:
+    said = None if folder() is None else words()
+    if said is None:
         return None
-    about = f"{environment.words(jax.local_devices()[0])}\n{words}"
+    about = f"{environment.words(jax.local_devices()[0])}\n{said}"
     return hashlib.sha256(about.encode()).hexdigest()
 
 
