@@ -92,30 +92,70 @@ def test_a_process_that_does_not_come(monkeypatch: pytest.MonkeyPatch, agent: in
     raises(lambda: rendezvous.address_of_coordinator(found, 1), "RANK 1, 2", "WORLD_SIZE=3")
 
 
-def test_a_rank_asked_for_twice(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
-    found = torchrun(monkeypatch, 0, 2, agent)
-    with pytest.raises(Error):
-        rendezvous.address_of_coordinator(found, 0.3)
-    raises(
-        lambda: rendezvous.address_of_coordinator(found, 1),
-        "RANK=0 is asked for twice",
-        f"(pid {os.getpid()})",
-    )
+def met(launches: list[Launch], patience: float = 5) -> list[str]:
+    """What each of these processes finds, all of them at the same time; its error, if it has one."""
+    got = [""] * len(launches)
+
+    def meet(i: int) -> None:
+        try:
+            got[i] = rendezvous.address_of_coordinator(launches[i], patience)
+        except Error as error:
+            got[i] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(i,)) for i in range(len(launches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience + 5)
+    return got
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_asked_for_twice(monkeypatch: pytest.MonkeyPatch, agent: int, rank: int) -> None:
+    found = torchrun(monkeypatch, rank, 3, agent)
+    others = [torchrun(monkeypatch, 0, 3, agent)] if rank else []
+    got = met([*others, found, found], 2)
+    assert any(f"RANK={rank} is asked for twice" in text for text in got), got
+    assert any(f"(pid {os.getpid()}, since" in text for text in got), got
 
 
 def test_they_meet_in_the_store(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4567")
     found = [torchrun(monkeypatch, rank, 2, agent) for rank in range(2)]
-    got: list[str] = []
-    threads = [
-        threading.Thread(target=lambda f=f: got.append(rendezvous.address_of_coordinator(f, 5)))
-        for f in found
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert got == ["localhost:4567"] * 2
+    assert met(found) == ["localhost:4567"] * 2
+
+
+def test_they_meet_again_where_others_have_met(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
+    """torchrun starts all again without counting it, where a host has come or gone."""
+    for count, port in ((3, "4567"), (2, "4568"), (3, "4569"), (3, "4570")):
+        monkeypatch.setenv("JAX_COORDINATOR_PORT", port)
+        found = [torchrun(monkeypatch, rank, count, agent) for rank in range(count)]
+        assert met(found) == [f"localhost:{port}"] * count
+
+
+def test_who_waited_and_died_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, agent: int) -> None:
+    found = [torchrun(monkeypatch, rank, 3, agent) for rank in range(3)]
+    for some in ([found[0]], found[:2], found[1:], found[::2]):
+        assert all("has waited" in text for text in met(some, 0.4))
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4571")
+    assert met(found) == ["localhost:4571"] * 3
+
+
+def test_who_comes_before_the_next_coordinator_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, agent: int
+) -> None:
+    found = [torchrun(monkeypatch, rank, 2, agent) for rank in range(2)]
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4567")
+    assert met(found) == ["localhost:4567"] * 2
+    early: list[str] = []
+    thread = threading.Thread(target=lambda: early.extend(met([found[1]])))
+    thread.start()
+    time.sleep(0.5)
+    assert not early  # the address that it finds there is of a coordinator that is gone
+    monkeypatch.setenv("JAX_COORDINATOR_PORT", "4568")
+    assert met([found[0]]) == ["localhost:4568"]
+    thread.join(10)
+    assert early == ["localhost:4568"]
 
 
 def test_horovods_server(monkeypatch: pytest.MonkeyPatch) -> None:

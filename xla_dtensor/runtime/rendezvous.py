@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from xla_dtensor.base import jax_private
@@ -110,31 +110,109 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
     me = f"process {launch.process_id} of {launch.num_processes} on {socket.gethostname()}"
     store = _torch_store(where, me, patience, launch.process_id == 0)
     _stores.append(store)
-    who = f"{socket.gethostname()} (pid {os.getpid()})"
-    # torchrun keeps the store when it starts all processes again (--max-restarts).
-    start = f"xla_dtensor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    key = f"{start}/rank/{launch.process_id}"
-    if store.add(f"{key}/count", 1) > 1:
-        raise DistributedError(
-            f"RANK={launch.process_id} is asked for twice: by {store.get(key).decode()} and by "
-            f"{who}. Each process needs its own RANK below WORLD_SIZE={launch.num_processes}"
-        )
-    store.set(key, who)
-    if launch.process_id == 0:
-        store.set(f"{start}/coordinator", f"{host}:{_chosen_port()}")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = f"{host}:{_chosen_port()}" if launch.process_id == 0 else None
+    meeting = _Meeting(store, f"xla_dtensor/{attempt}/{launch.num_processes}", launch, own)
     end = time.monotonic() + patience
-    missing = list(range(launch.num_processes))
-    while missing:
-        missing = [i for i in missing if not store.check([f"{start}/rank/{i}"])]
-        if missing and time.monotonic() > end:
+    while True:
+        address = meeting.address()
+        if address is not None:
+            return address
+        if time.monotonic() > end:
+            meeting.check_own()
             raise DistributedError(
                 f"{me} ({where}) has waited {patience:.0f} s for RANK "
-                f"{', '.join(map(str, missing))}: WORLD_SIZE={launch.num_processes} processes have "
-                "to be started within that time"
+                f"{', '.join(map(str, meeting.missing() or [0]))}: WORLD_SIZE={launch.num_processes} "
+                "processes have to be started within that time"
             )
-        if missing:
-            time.sleep(0.05)
-    return store.get(f"{start}/coordinator").decode()
+        time.sleep(0.05)
+
+
+class _Meeting:
+    """The processes of one start find each other in a store that may know earlier ones.
+
+    torchrun keeps its store when it starts all processes again, and where hosts come or go it
+    doesn't count that as a restart. So what a process finds there may be of processes that are
+    gone. Process 0 therefore opens a round of its own; the others answer in the newest one, again
+    when there is a newer one; and a round counts when all have answered, for those it names.
+
+    Args:
+        store: of torch.
+        prefix: of the keys.
+        launch: which process this is.
+        own: the address that process 0 listens at; None of others.
+    """
+
+    def __init__(self, store: Any, prefix: str, launch: Launch, own: str | None) -> None:
+        self._store, self._prefix, self._launch, self._own = store, prefix, launch, own
+        # In containers a process that takes another's place may have its number, so: since when.
+        now = datetime.now().isoformat(" ")
+        self._who = f"{socket.gethostname()} (pid {os.getpid()}, since {now})"
+        self._round = 0  # that this process has answered in
+        if own is not None:
+            self._enter(store.add(f"{prefix}/rounds", 1))
+            store.set(f"{prefix}/newest", str(self._round))
+
+    def address(self) -> str | None:
+        """The coordinator's address, if all are there.
+
+        Raises:
+            DistributedError: another process is process 0, too.
+        """
+        if not self._store.check([f"{self._prefix}/newest"]):
+            return None  # process 0 hasn't come
+        newest = int(self._store.get(f"{self._prefix}/newest"))
+        if newest != self._round:
+            if self._own is not None:
+                self._round = newest
+                raise self._twice(0)
+            self._enter(newest)
+        if self._own is None:
+            return self._answered()
+        if self.missing():
+            return None
+        everyone = [self._process(i) for i in range(self._launch.num_processes)]
+        self._store.set(self._key("all"), "\n".join([self._own, *everyone]))
+        return self._own
+
+    def missing(self) -> list[int]:
+        """The processes that haven't answered in this round."""
+        everyone = range(self._launch.num_processes)
+        return [i for i in everyone if not self._store.check([self._key(f"process/{i}")])]
+
+    def _enter(self, number: int) -> None:
+        self._round = number
+        self._store.set(self._key(f"process/{self._launch.process_id}"), self._who)
+
+    def _answered(self) -> str | None:
+        """The address, once process 0 has named all; not if this process came when it had."""
+        if not self._store.check([self._key("all")]):
+            return None
+        address, *everyone = self._store.get(self._key("all")).decode().split("\n")
+        return address if everyone[self._launch.process_id] == self._who else None
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{self._round}/{name}"
+
+    def check_own(self) -> None:
+        """See that nobody else has answered as this process.
+
+        Raises:
+            DistributedError: somebody has.
+        """
+        mine = self._launch.process_id
+        if self._round and self._process(mine) != self._who:
+            raise self._twice(mine)
+
+    def _process(self, number: int) -> str:
+        return self._store.get(self._key(f"process/{number}")).decode()
+
+    def _twice(self, number: int) -> DistributedError:
+        return DistributedError(
+            f"RANK={number} is asked for twice: by {self._process(number)} and by {self._who}. "
+            "Each process needs its own RANK below "
+            f"WORLD_SIZE={self._launch.num_processes}"
+        )
 
 
 def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:
