@@ -93,7 +93,7 @@ def test_a_process_that_does_not_come(monkeypatch: pytest.MonkeyPatch, agent: in
 
 
 def met(launches: list[Launch], patience: float = 5) -> list[str]:
-    """What each of these processes finds, all of them at the same time; its error, if it has one."""
+    """What each of these finds, all at the same time; or its error."""
     got = [""] * len(launches)
 
     def meet(i: int) -> None:

@@ -110,9 +110,8 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
     me = f"process {launch.process_id} of {launch.num_processes} on {socket.gethostname()}"
     store = _torch_store(where, me, patience, launch.process_id == 0)
     _stores.append(store)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     own = f"{host}:{_chosen_port()}" if launch.process_id == 0 else None
-    meeting = _Meeting(store, f"xla_dtensor/{attempt}/{launch.num_processes}", launch, own)
+    meeting = _Meeting(store, f"xla_dtensor/{launch.num_processes}", launch, own)
     end = time.monotonic() + patience
     while True:
         address = meeting.address()
@@ -122,8 +121,8 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
             meeting.check_own()
             raise DistributedError(
                 f"{me} ({where}) has waited {patience:.0f} s for RANK "
-                f"{', '.join(map(str, meeting.missing() or [0]))}: WORLD_SIZE={launch.num_processes} "
-                "processes have to be started within that time"
+                f"{', '.join(map(str, meeting.missing() or [0]))}: "
+                f"WORLD_SIZE={launch.num_processes} processes have to be started within that time"
             )
         time.sleep(0.05)
 
@@ -131,10 +130,10 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
 class _Meeting:
     """The processes of one start find each other in a store that may know earlier ones.
 
-    torchrun keeps its store when it starts all processes again, and where hosts come or go it
-    doesn't count that as a restart. So what a process finds there may be of processes that are
-    gone. Process 0 therefore opens a round of its own; the others answer in the newest one, again
-    when there is a newer one; and a round counts when all have answered, for those it names.
+    torchrun keeps its store when it starts all processes again, and its agents count restarts each
+    for itself. So what a process finds there may be of processes that are gone. Process 0
+    therefore opens a round of its own; the others answer in the newest one, again when there is a
+    newer one; and a round counts when all have answered, for those it names.
 
     Args:
         store: of torch.
