@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch", "layouts"),
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
-    ("horovod", "compat", "pipeline", "planning", "jax_programs"),
+    ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
     ("debug", "tuning"),
     ("integration",),
     ("ecosystem",),

@@ -30,7 +30,7 @@ from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, verif
 from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
-from xla_dtensor.checkpoint.stopping import Stopping
+from xla_dtensor.checkpoint.stopping import Stopping, note_stop
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
@@ -325,6 +325,7 @@ class CheckpointManager:
         if reason is not None:
             self.wait()
             self.stopped_by = reason
+            note_stop(reason)
         return reason is not None
 
     def close(self) -> None:

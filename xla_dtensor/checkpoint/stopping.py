@@ -11,6 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 
+_stopped_by: list[str] = []
+
+
+def stopped_by() -> str | None:
+    """Why a run of this process has stopped before its end; None if none has."""
+    return _stopped_by[-1] if _stopped_by else None
+
+
+def note_stop(reason: str) -> None:
+    """A run stops here, for this reason, with a checkpoint: `xla_dtensor.elastic` goes on."""
+    _stopped_by.append(reason)
+
+
 class Stopping:
     """Waits for signals and for a point in time.
 

@@ -1,0 +1,182 @@
+"""Starts a training function on the hosts that there are, and again when these have changed.
+
+torch's elastic agent, which is what torchrun is, does it: it finds the hosts, starts processes and
+ends them. This is how it has to be set up so that XLA's processes can meet again, and when it isn't
+worth starting again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from xla_dtensor.base.source_line import is_users
+from xla_dtensor.checkpoint.stopping import stopped_by
+from xla_dtensor.errors import DistributedError
+from xla_dtensor.runtime import distributed
+
+_FOLDER = "XLA_DTENSOR_ELASTIC_FOLDER"
+_HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
+_FAILURE = "failure.json"
+_STOPPED = 75  # the exit code of a process that another one is to take the place of (EX_TEMPFAIL)
+
+
+def run(
+    train: Callable[[int], Any],
+    *,
+    hosts: int | tuple[int, int] = 1,
+    endpoint: str | None = None,
+    processes_per_host: int = 1,
+    restarts: int = 1000,
+    heartbeat_timeout: float = 8.0,
+    settle: float = 3.0,
+) -> None:
+    """Run a training function on the hosts that there are, and again whenever these change.
+
+    Start the script on every host. When a process or a host is lost, the others end their
+    processes within ``heartbeat_timeout``, and all start again with the hosts that are left; when a
+    host comes (the script is started there, or again), they stop after a step, with a checkpoint,
+    and start again with it. ``train`` is called anew each time, in new processes: it makes its
+    mesh of the devices that there are by then, and goes on where
+    `xla_dtensor.checkpoint.CheckpointManager` finds it.
+
+    Where torchrun or Ray has started the processes, ``train`` is called and nothing else.
+
+    Args:
+        train: called with the number of devices of all hosts.
+        hosts: how many there have to be, and may be.
+        endpoint: ``"host:port"`` at which they meet, one of them or another machine, on which
+            ``python -m xla_dtensor.elastic PORT`` runs. Not needed for one host.
+        processes_per_host: started on this host; each has a part of its devices.
+        restarts: how often the processes of this host may be lost. An exception that comes twice
+            in a row, in the same line, is not tried again.
+        heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
+        settle: seconds that hosts are waited for when there are enough, but not all.
+
+    Raises:
+        DistributedError: there aren't enough hosts, or ``train`` fails again and again.
+        SystemExit: a signal has come, with 128 and its number.
+        ValueError: a number makes no sense.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        def train(devices):
+            mesh = xd.init_device_mesh("xla", (devices,))
+            # make the model on it, CheckpointManager(...).restore(), and train
+
+        xd.elastic.run(train, hosts=(1, 4), endpoint="host-a:29500")
+    """
+    least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
+    if not 1 <= least <= most:
+        raise ValueError(f"elastic.run(hosts={hosts}): give how many there are, or (least, most)")
+    if "RANK" in os.environ or jax.distributed.is_initialized():
+        _work(train)
+        return
+    if endpoint is None and most > 1:
+        raise ValueError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
+    config = LaunchConfig(
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=processes_per_host,
+        run_id="xla_dtensor",
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint or "localhost:0",
+        rdzv_configs={
+            "last_call_timeout": max(int(settle), 1),
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": 3,
+        },
+        max_restarts=restarts,
+    )
+    with tempfile.TemporaryDirectory(prefix="xla_dtensor_elastic_") as folder:
+        os.environ[_FOLDER] = folder
+        os.environ[_HEARTBEAT] = str(heartbeat_timeout)
+        # torch's agents keep the address of the first round's process 0, though it may be gone.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        try:
+            launch_agent(config, sys.executable, sys.orig_argv[1:])
+        except ChildFailedError as error:
+            raise DistributedError(_told(Path(folder), restarts)) from error
+        except SignalException as error:
+            failure = _failure(Path(folder))
+            if failure.get("final"):
+                raise DistributedError(_told(Path(folder), restarts)) from error
+            sys.exit(128 + error.sigval)
+
+
+def keep_store(port: int) -> dist.TCPStore:
+    """The store at which hosts meet, as long as the object is there.
+
+    Args:
+        port: of this machine; 0 for one that is free.
+
+    Returns:
+        torch's store.
+    """
+    host = socket.gethostname()
+    timeout = timedelta(days=365)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def _work(train: Callable[[int], Any]) -> None:
+    """What a process that was started does."""
+    folder = os.environ.get(_FOLDER)
+    try:
+        distributed.initialize()
+        train(len(jax.devices()))
+    except DistributedError:
+        raise  # of others
+    except Exception as error:
+        if folder is not None:
+            _note(Path(folder), error)
+        raise
+    if folder is not None and stopped_by() is not None:
+        # All stop together, the first of them because its agent wants to start again. The other
+        # agents may not know that yet, and must not take it for the end of the training.
+        sys.exit(_STOPPED)
+
+
+def _note(folder: Path, error: Exception) -> None:
+    """Keep an exception for the next start; end this host's agent if it is the last one's again."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
+    found: dict[str, Any] = {"error": text, "line": line}
+    before = _failure(folder)
+    found["final"] = (before.get("error"), before.get("line")) == (text, line)
+    (folder / _FAILURE).write_text(json.dumps(found))
+    if found["final"]:
+        traceback.print_exception(error)
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def _failure(folder: Path) -> dict[str, Any]:
+    path = folder / _FAILURE
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _told(folder: Path, restarts: int) -> str:
+    failure, host = _failure(folder), socket.gethostname()
+    if failure.get("final"):
+        return (
+            f"the training function has raised the same twice on {host}, and isn't started again: "
+            f"{failure['error']}\n  at {failure['line']}"
+        )
+    return f"the processes of {host} have been lost {restarts} times, and aren't started again"
