@@ -5,6 +5,7 @@ A host that is lost is its agent and all below it, killed at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,7 +126,5 @@ def _below(pid: int) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # it has ended by itself

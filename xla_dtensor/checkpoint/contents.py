@@ -49,16 +49,21 @@ def save_state(
     return writer.files
 
 
-def load_state(folder: Path, targets: dict[str, torch.Tensor]) -> None:
+def load_state(folder: Path, targets: dict[str, torch.Tensor], place: str | None = None) -> None:
     """Load into tensors, by the names that they have in the checkpoint.
+
+    Args:
+        place: what all processes call it, if each has a folder of its own.
 
     Raises:
         CheckpointError: one isn't there, or a file can't be read.
     """
+    reader = FileSystemReader(folder)
+    reader.place = place
     try:
         load_state_dict(
             targets,
-            FileSystemReader(folder),
+            reader,
             planner=LoadPlannerOfPlainData(),
             no_dist=not _has_processes(),
         )

@@ -28,6 +28,7 @@ from xla_dtensor.checkpoint.contents import (
 from xla_dtensor.checkpoint.coordination import RANDOM, Decisions, Together
 from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.folders import Folder
+from xla_dtensor.checkpoint.memory import of_this_process
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping, note_stop
@@ -66,6 +67,10 @@ class CheckpointManager:
         signals: save and stop when one of them comes: `after_step` returns True. By default
             SIGTERM, which clusters send before they take a machine back.
         deadline: save and stop in time before it: seconds from now, or a ``datetime``.
+        in_memory_every: under `xla_dtensor.elastic.run`, keep a copy of the state in the memory of
+            two hosts after so many steps: when a host is lost, `restore` begins with that. It takes
+            four times as much of a host's memory as its devices have of the state, and the whole
+            state while it is restored.
 
     Attributes:
         skipped: per checkpoint that `restore` has found damaged its folder, and why.
@@ -107,8 +112,14 @@ class CheckpointManager:
         asynchronous: bool = True,
         signals: Sequence[int] = (signal.SIGTERM,),
         deadline: float | datetime.datetime | None = None,
+        in_memory_every: int | None = None,
     ) -> None:
-        numbers = {"every": every, "keep_last": keep_last, "keep_every": keep_every}
+        numbers = {
+            "every": every,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "in_memory_every": in_memory_every,
+        }
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise ValueError(f"CheckpointManager({name}={number}): give 1 or more, or None")
@@ -118,7 +129,8 @@ class CheckpointManager:
         self._states = States(objects)
         self._every, self._every_seconds = every, every_seconds
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._asynchronous = asynchronous
+        self._asynchronous, self._in_memory_every = asynchronous, in_memory_every
+        self._memory = of_this_process() if in_memory_every is not None else None
         self._stopping = Stopping(signals, deadline)
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -126,7 +138,7 @@ class CheckpointManager:
         self._saved_at = self._step_at = time.monotonic()
         self._longest_step = self._longest_save = 0.0
         self._number, self._saves = next(_numbers), itertools.count()
-        self._before = Together(f"{self._number}/none")
+        self._before = self._kept_before = Together(f"{self._number}/none")
         self._decisions = Decisions()
         self.skipped: list[tuple[Path, str]] = []
         self.stopped_by: str | None = None
@@ -161,6 +173,10 @@ class CheckpointManager:
         self.skipped = []
         self._folder.check_same_in_all()
         found = [c for c in self._folder.steps() if step in (None, c[0])]
+        if step is None and self._memory is not None:
+            kept = self._restore_from_memory(newer_than=found[0][0] if found else 0)
+            if kept is not None:
+                return kept
         for _, path in found:
             manifest, damage = self._verified(path)
             if manifest is None:
@@ -171,6 +187,8 @@ class CheckpointManager:
             self._saved_step = manifest.step
             self._saved_at = self._step_at = time.monotonic()
             _log.info("restored %s", path)
+            if self._memory is not None:
+                self._memory.forget_after(manifest.step)
             return manifest.step
         if self.skipped:
             told = "\n".join(f"  {path.name}: {why}" for path, why in self.skipped)
@@ -179,26 +197,44 @@ class CheckpointManager:
             raise CheckpointError(f"{self._folder.path}: no checkpoint of step {step}")
         return 0
 
-    def _verified(self, path: Path) -> tuple[Manifest | None, str]:
+    def _restore_from_memory(self, newer_than: int) -> int | None:
+        """The step that was restored; None if memory has nothing newer."""
+        assert self._memory is not None
+        step, told = self._memory.newest()
+        if step <= newer_than:
+            return None
+        path = self._memory.gathered(step, told)
+        manifest, damage = self._verified(path, is_own=True)
+        if manifest is None:
+            _log.warning("the copy of step %d in memory is passed over: %s", step, damage)
+            return None
+        self._load(path, place=f"memory of step {step}")
+        self._memory.forget_after(step)
+        self._saved_at = self._step_at = time.monotonic()
+        _log.info("restored step %d from the memory of the hosts", step)
+        return step
+
+    def _verified(self, path: Path, is_own: bool = False) -> tuple[Manifest | None, str]:
         """The manifest of a checkpoint that isn't damaged, or what is; of several processes each
-        reads a part of the files."""
+        reads a part of the files, unless the folder is its own."""
         manifest, damage = None, ""
         try:
             manifest = read_manifest(path)
-            verify(path, manifest, part=(processes.index(), processes.count()))
+            part = (0, 1) if is_own else (processes.index(), processes.count())
+            verify(path, manifest, part=part)
         except CheckpointError as error:
             damage = str(error)
         found = agreement.texts_of_all(f"verifies the checkpoint {path.name}", damage)
         damage = next(filter(None, found), "")
         return (None if damage else manifest), damage
 
-    def _load(self, path: Path) -> None:
+    def _load(self, path: Path, place: str | None = None) -> None:
         structure = read_saved(path, STRUCTURE)
         # There may have been fewer processes when it was saved.
         own = f"{RANDOM}.{processes.index()}"
         random = read_saved(path, own if own in names_in(path) else f"{RANDOM}.0")
         states, targets = self._states.targets(structure, described(path))
-        load_state(path, targets)
+        load_state(path, targets, place)
         self._states.restore(states)
         set_random_state(random)
 
@@ -219,10 +255,7 @@ class CheckpointManager:
         agreement.agree(f"saves a checkpoint of step {step}")
         self.wait()
         begin = time.monotonic()
-        state, kinds = self._states.captured()
-        random = io.BytesIO()
-        torch.save(random_state(), random)
-        state[RANDOM] = {str(processes.index()): random.getvalue()}
+        state, kinds = self._captured()
         if self._asynchronous:
             state = snapshot(state)
             if self._thread is None:
@@ -231,6 +264,22 @@ class CheckpointManager:
         else:
             self._write(step, state, kinds, begin)
         self._saved_step, self._saved_at = step, time.monotonic()
+
+    def _captured(self) -> tuple[dict[str, Any], dict[str, Kind]]:
+        state, kinds = self._states.captured()
+        random = io.BytesIO()
+        torch.save(random_state(), random)
+        state[RANDOM] = {str(processes.index()): random.getvalue()}
+        return state, kinds
+
+    def _keep_in_memory(self, step: int) -> None:
+        agreement.agree(f"keeps a copy of step {step} in memory")
+        state, kinds = self._captured()
+        together = Together(f"{self._number}/memory/{next(self._saves)}-{step}")
+        assert self._memory is not None
+        self._memory.keep(together, state, _manifest(step, kinds))
+        self._kept_before.forget()  # all have come further than that
+        self._kept_before = together
 
     def _write(
         self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
@@ -257,9 +306,9 @@ class CheckpointManager:
     ) -> None:
         with self._folder.adding(step) as path, together.telling():
             together.share("folder", path)
-            files = save_state(path, state, together)
-            tensors = {name: text_of(kind) for name, kind in kinds.items()}
-            Manifest(step, files, tensors, _about()).write(path)
+            manifest = _manifest(step, kinds)
+            manifest.files = save_state(path, state, together)
+            manifest.write(path)
         self._remove_old()
         together.share("added")
 
@@ -322,6 +371,9 @@ class CheckpointManager:
         if (due or reason is not None) and step != self._saved_step:
             self.save(step)
             self._step_at = time.monotonic()
+        elif self._memory is not None and step % (self._in_memory_every or 1) == 0:
+            self._keep_in_memory(step)
+            self._step_at = time.monotonic()
         if reason is not None:
             self.wait()
             self.stopped_by = reason
@@ -350,10 +402,13 @@ class CheckpointManager:
         self.close()
 
 
-def _about() -> dict[str, Any]:
-    return {
+def _manifest(step: int, kinds: Mapping[str, Kind]) -> Manifest:
+    about = {
         "saved": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
         "torch": torch.__version__,
         "jax": jax.__version__,
     }
+    return Manifest(
+        step, tensors={name: text_of(kind) for name, kind in kinds.items()}, about=about
+    )

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-
 _stopped_by: list[str] = []
 
 

@@ -26,11 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from xla_dtensor.base.source_line import is_users
+from xla_dtensor.checkpoint.memory import FOLDER
 from xla_dtensor.checkpoint.stopping import stopped_by
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import distributed
 
-_FOLDER = "XLA_DTENSOR_ELASTIC_FOLDER"
+_IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
 _FAILURE = "failure.json"
 _STOPPED = 75  # the exit code of a process that another one is to take the place of (EX_TEMPFAIL)
@@ -105,8 +106,9 @@ def run(
         },
         max_restarts=restarts,
     )
-    with tempfile.TemporaryDirectory(prefix="xla_dtensor_elastic_") as folder:
-        os.environ[_FOLDER] = folder
+    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="xla_dtensor_elastic_", dir=place) as folder:
+        os.environ[FOLDER] = folder
         os.environ[_HEARTBEAT] = str(heartbeat_timeout)
         # torch's agents keep the address of the first round's process 0, though it may be gone.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -137,7 +139,7 @@ def keep_store(port: int) -> dist.TCPStore:
 
 def _work(train: Callable[[int], Any]) -> None:
     """What a process that was started does."""
-    folder = os.environ.get(_FOLDER)
+    folder = os.environ.get(FOLDER)
     try:
         distributed.initialize()
         train(len(jax.devices()))

@@ -1,4 +1,4 @@
-"""Sends a host value of one process to all others, over the devices; compares values."""
+"""Sends host values from process to process, over the devices; compares values."""
 
 from __future__ import annotations
 
@@ -17,6 +17,30 @@ PIECE = 1 << 24
 """Bytes that are sent at once: what this takes on each side, whatever the value's size."""
 
 _SMALLEST, _STEP = 1 << 12, 8  # a program for each of a few lengths, not for each value's
+
+
+def shifted(value: np.ndarray, by: int) -> np.ndarray:
+    """The bytes that the process ``by`` numbers further on gives here; all call it.
+
+    Args:
+        value: this process's: bytes, of any number.
+        by: the last process's neighbour is the first.
+
+    Raises:
+        DivergenceError: another process does something else.
+    """
+    count, me = processes.count(), processes.index()
+    lengths = agreement.texts_of_all(f"gives bytes to the process {by} before it", str(value.size))
+    found = np.empty(int(lengths[(me + by) % count]), np.uint8)
+    for start in range(0, max(map(int, lengths)), PIECE):
+        piece = value[start : start + PIECE]
+        size = _padded(max(min(int(length) - start, PIECE) for length in lengths))
+        own = np.zeros(size, np.uint8)
+        own[: piece.size] = piece
+        sent = _run(own.view(np.uint32), _shift(size // 4, by)).view(np.uint8)
+        wanted = found[start : start + PIECE]
+        wanted[:] = sent[: wanted.size]
+    return found
 
 
 def send(value: np.ndarray, source: int) -> None:
@@ -38,13 +62,11 @@ def send(value: np.ndarray, source: int) -> None:
     is_source = processes.index() == source
     for start in range(0, flat.size, PIECE):
         piece = flat[start : start + PIECE]
-        size = _SMALLEST
-        while size < piece.size:
-            size *= _STEP
-        own = np.zeros(size, np.uint8)
+        own = np.zeros(_padded(piece.size), np.uint8)
         if is_source:
             own[: piece.size] = piece
-        sent = _summed(own.view(np.uint32))
+        # The sum over the processes: all but one give zeros, so it is what that one gives, exactly.
+        sent = _run(own.view(np.uint32), _sum(own.size // 4))
         if not is_source:
             piece[:] = sent.view(np.uint8)[: piece.size]
 
@@ -54,23 +76,33 @@ def _bytes_of(value: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-def _summed(own: np.ndarray) -> np.ndarray:
-    """The sum over the processes: all but one give zeros, so it is what that one gives, exactly."""
+def _padded(size: int) -> int:
+    found = _SMALLEST
+    while found < size:
+        found *= _STEP
+    return found
+
+
+def _run(own: np.ndarray, program: Callable[[Any], Any]) -> np.ndarray:
+    """What a program gives this process of a row of each process."""
     import jax
 
-    sharding, program = _program(own.size)
-    first, *others = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    sharding = _rows()
+    first, *others = _own_devices(sharding)
     zeros = np.zeros_like(own)[None]
     parts = [jax.device_put(own[None], first), *(jax.device_put(zeros, d) for d in others)]
     shape = (len(sharding.device_set), own.size)
-    summed = program(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+    result = program(jax.make_array_from_single_device_arrays(shape, sharding, parts))
     with user_positions.reading():
-        return np.asarray(summed)
+        if result.is_fully_replicated:
+            return np.asarray(result)
+        (row,) = (s.data for s in result.addressable_shards if s.device == first)
+        return np.asarray(row)[0]
 
 
 @functools.cache
-def _program(size: int) -> tuple[Any, Callable[[Any], Any]]:
-    """For values of ``size`` words: the sharding, a row for each device, and what adds up.
+def _rows() -> Any:
+    """A row for each device.
 
     Of all devices, though one of each process has what is sent: beside a program on several of a
     process's devices one on a single one would get its numbers (`base/xla_faults.py:IN_FLIGHT`).
@@ -78,13 +110,44 @@ def _program(size: int) -> tuple[Any, Callable[[Any], Any]]:
     import jax
 
     mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+
+
+def _own_devices(sharding: Any) -> list[Any]:
+    return sorted(sharding.addressable_devices, key=lambda device: device.id)
+
+
+@functools.cache
+def _sum(size: int) -> Callable[[Any], Any]:
+    """Adds up rows of ``size`` words."""
+    import jax
+
+    replicated = jax.sharding.NamedSharding(_rows().mesh, jax.sharding.PartitionSpec())
 
     def added(parts: Any) -> Any:
         return parts.sum(axis=0, dtype=np.uint32)
 
-    return sharding, jax.jit(added, out_shardings=replicated)
+    return jax.jit(added, out_shardings=replicated)
+
+
+@functools.cache
+def _shift(size: int, by: int) -> Callable[[Any], Any]:
+    """Gives each process's first device the row that another process's has."""
+    import jax
+
+    sharding = _rows()
+    firsts: dict[int, int] = {}  # the place of each process's first device
+    for place, device in sorted(enumerate(sharding.mesh.devices.flat), key=lambda each: each[1].id):
+        firsts.setdefault(device.process_index, place)
+    count = len(firsts)
+    pairs = [(firsts[(i + by) % count], firsts[i]) for i in range(count)]
+
+    def shift(row: Any) -> Any:
+        return jax.lax.ppermute(row, "device", pairs)
+
+    return jax.jit(
+        jax.shard_map(shift, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)
+    )
 
 
 def check_shared(value: np.ndarray, pieces: Mapping[str, np.ndarray], advice: str) -> None:

@@ -74,7 +74,9 @@ def train(devices: int) -> None:
     first = xd.distributed.process_index() == 0
     with (
         (folder / "steps.jsonl").open("a") as log,
-        xd.checkpoint.CheckpointManager(folder / "disk", objects, every=5) as manager,
+        xd.checkpoint.CheckpointManager(
+            folder / "disk", objects, every=50, in_memory_every=1
+        ) as manager,
     ):
         for i in range(manager.restore(), steps):
             x = xd.distribute_tensor(data[rows(i)], mesh, [xd.Shard(0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -43,6 +44,15 @@ class FileSystemReader(TorchReader):
             dcp.load(state, storage_reader=reader)  # calls reader.read_data(plan, planner)
         assert state["x"].tolist() == [1, 1, 1]
     """
+
+    place: str | None = None
+    """What tells a load of several processes apart from others, where each reads in a folder of its
+    own; by default the folder does."""
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """As torch has it: from where is read."""
+        return self.place or super().checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
