@@ -120,8 +120,9 @@ class Hosts:
 def _below(pid: int) -> list[int]:
     """The processes that a process has started, and those that these have."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        found += [int(child), *_below(int(child))]
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *_below(int(child))]
     return found
 
 

@@ -8,6 +8,7 @@ worth starting again.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import jax
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from xla_dtensor.base.source_line import is_users
@@ -30,6 +32,8 @@ from xla_dtensor.checkpoint.memory import FOLDER
 from xla_dtensor.checkpoint.stopping import stopped_by
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import distributed
+
+_log = logging.getLogger("xla_dtensor.elastic")
 
 _IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
@@ -114,6 +118,8 @@ def run(
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         try:
             launch_agent(config, sys.executable, sys.orig_argv[1:])
+        except RendezvousClosedError:
+            _log.warning("the hosts that meet at %s have come to their end", endpoint)
         except ChildFailedError as error:
             raise DistributedError(_told(Path(folder), restarts)) from error
         except SignalException as error:

@@ -1,12 +1,15 @@
 """A training of a small model that goes on with whatever hosts there are:
-``python -m tests.elastic.programs.training FOLDER STEPS ENDPOINT MOST_HOSTS``.
+``python -m tests.elastic.programs.training FOLDER STEPS SECONDS ENDPOINT MOST_HOSTS``, where a step
+takes so many seconds and more.
 
-Process 0 writes a line for each step: step, devices, loss, the samples, and when.
+Process 0 writes a line for each step: step, devices, loss, the samples, and when; and one for each
+start: when its process began, had met the others, had restored, and from which step.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +20,13 @@ from torch import nn
 import xla_dtensor as xd
 
 SAMPLES, BATCH = 96, 24  # 24 divides by 2, 4, 6 and 8 devices
+
+
+def began() -> float:
+    """When this process did, as `time.time` has it."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def samples() -> torch.Tensor:
@@ -56,7 +66,7 @@ def expected(steps: int) -> list[float]:
 
 
 def train(devices: int) -> None:
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    folder, steps, joined = Path(sys.argv[1]), int(sys.argv[2]), time.time()
     mesh = xd.init_device_mesh("xla", (devices,), mesh_dim_names=("dp",))
     model, data = model_of().to("xla"), samples()
     xd.fully_shard(model, mesh=mesh)
@@ -78,7 +88,11 @@ def train(devices: int) -> None:
             folder / "disk", objects, every=50, in_memory_every=1
         ) as manager,
     ):
-        for i in range(manager.restore(), steps):
+        done = manager.restore()
+        if first:
+            with (folder / "starts.jsonl").open("a") as starts:
+                print(json.dumps([began(), joined, time.time(), done, devices]), file=starts)
+        for i in range(done, steps):
             x = xd.distribute_tensor(data[rows(i)], mesh, [xd.Shard(0)])
             loss = step(x).item()
             schedule.step()
@@ -86,10 +100,10 @@ def train(devices: int) -> None:
                 print(json.dumps([i, devices, loss, rows(i), time.time()]), file=log, flush=True)
             if manager.after_step(i + 1):
                 return
-            time.sleep(0.05)
+            time.sleep(float(sys.argv[3]))
 
 
 if __name__ == "__main__":
     xd.elastic.run(
-        train, hosts=(1, int(sys.argv[4])), endpoint=sys.argv[3], heartbeat_timeout=5, settle=2
+        train, hosts=(1, int(sys.argv[5])), endpoint=sys.argv[4], heartbeat_timeout=5, settle=2
     )
