@@ -7,15 +7,19 @@ worth starting again.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,8 @@ _log = logging.getLogger("xla_dtensor.elastic")
 
 _IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
-_FAILURE = "failure.json"
+_PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure.json"
+_AT_EXIT = 5.0  # seconds
 _STOPPED = 75  # the exit code of a process that another one is to take the place of (EX_TEMPFAIL)
 
 
@@ -49,7 +54,8 @@ def run(
     processes_per_host: int = 1,
     restarts: int = 1000,
     heartbeat_timeout: float = 8.0,
-    settle: float = 3.0,
+    settle: float = 12.0,
+    grace: float = 30.0,
 ) -> None:
     """Run a training function on the hosts that there are, and again whenever these change.
 
@@ -71,7 +77,9 @@ def run(
         restarts: how often the processes of this host may be lost. An exception that comes twice
             in a row, in the same line, is not tried again.
         heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
-        settle: seconds that hosts are waited for when there are enough, but not all.
+        settle: seconds that hosts are waited for when there are enough, but not all; more than
+            ``heartbeat_timeout``, or those that notice a loss last come when the rest has started.
+        grace: seconds that processes have to stop after a step, and save, when a host comes.
 
     Raises:
         DistributedError: there aren't enough hosts, or ``train`` fails again and again.
@@ -96,6 +104,7 @@ def run(
         return
     if endpoint is None and most > 1:
         raise ValueError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace))
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -110,8 +119,7 @@ def run(
         },
         max_restarts=restarts,
     )
-    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="xla_dtensor_elastic_", dir=place) as folder:
+    with _folder() as folder:
         os.environ[FOLDER] = folder
         os.environ[_HEARTBEAT] = str(heartbeat_timeout)
         # torch's agents keep the address of the first round's process 0, though it may be gone.
@@ -127,6 +135,23 @@ def run(
             if failure.get("final"):
                 raise DistributedError(_told(Path(folder), restarts)) from error
             sys.exit(128 + error.sigval)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder as long as this agent lives; of those that were killed none stays in memory."""
+    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir()
+    for lock in Path(place).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open() as file:  # one that is locked is in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as folder,
+        tempfile.NamedTemporaryFile(dir=folder, delete=False) as file,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.rename(file.name, Path(folder) / _LOCK)
+        yield folder
 
 
 def keep_store(port: int) -> dist.TCPStore:
@@ -158,7 +183,15 @@ def _work(train: Callable[[int], Any]) -> None:
     if folder is not None and stopped_by() is not None:
         # All stop together, the first of them because its agent wants to start again. The other
         # agents may not know that yet, and must not take it for the end of the training.
+        _end_in(_AT_EXIT, _STOPPED)
         sys.exit(_STOPPED)
+
+
+def _end_in(seconds: float, code: int) -> None:
+    """End this process, whatever it waits for: at exit JAX waits for processes that may be gone."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _note(folder: Path, error: Exception) -> None:

@@ -104,6 +104,5 @@ def train(devices: int) -> None:
 
 
 if __name__ == "__main__":
-    xd.elastic.run(
-        train, hosts=(1, int(sys.argv[5])), endpoint=sys.argv[4], heartbeat_timeout=5, settle=2
-    )
+    hosts, endpoint = (1, int(sys.argv[5])), sys.argv[4]
+    xd.elastic.run(train, hosts=hosts, endpoint=endpoint, heartbeat_timeout=5, settle=8, grace=10)

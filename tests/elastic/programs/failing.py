@@ -1,0 +1,33 @@
+"""A training that raises: ``python -m tests.elastic.programs.failing FOLDER HOW``: "always", "once"
+or "never". Then it counts to ten in steps of a tenth of a second, with a checkpoint at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import xla_dtensor as xd
+
+
+def train(devices: int) -> None:
+    folder, how = Path(sys.argv[1]), sys.argv[2]
+    with (folder / "calls").open("a") as calls:
+        calls.write(f"{devices}\n")
+    times = len((folder / "calls").read_text().splitlines())
+    if how == "always" or (how == "once" and times == 1):
+        raise KeyError("no such thing")
+    counted = {"to": 0}
+    with xd.checkpoint.CheckpointManager(folder / "disk", {"counted": counted}) as manager:
+        for i in range(manager.restore(), 10):
+            counted["to"] = i + 1
+            print(f"counted to {i + 1}", flush=True)
+            if manager.after_step(i + 1):
+                return
+            time.sleep(0.3)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    xd.elastic.run(train)

@@ -1,0 +1,127 @@
+"""Training goes on when processes and hosts are lost and come back; every loss is CPU torch's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import xla_dtensor as xd
+from tests import launch
+from tests.elastic.hosts import DEVICES, Hosts
+from tests.elastic.programs.training import expected, rows
+
+STEPS = 60
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hosts": 0}, "least, most"),
+        ({"hosts": (3, 2)}, "least, most"),
+        ({"hosts": (1, 4)}, "endpoint="),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, object], words: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=words):
+        xd.elastic.run(lambda devices: None, **given)  # type: ignore[arg-type]
+
+
+def started(folder: Path, how: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.elastic.programs.failing", str(folder), how],
+        cwd=launch.ROOT,
+        env=launch.clean_environment()
+        | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+        | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "count"), [("never", 0, 1), ("once", 0, 2), ("always", 1, 2)]
+)
+def test_exceptions(tmp_path: Path, how: str, code: int, count: int) -> None:
+    """One that comes again in the same line isn't tried a third time."""
+    process = started(tmp_path, how)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == code, output
+    assert calls(tmp_path) == [str(DEVICES)] * count
+    assert ("done" in output) == (code == 0)
+    if code:
+        last = output.strip().splitlines()[-2:]
+        assert "DistributedError: the training function has raised the same twice" in last[0]
+        assert "KeyError: 'no such thing'" in last[0]
+        assert "failing.py" in last[1]
+
+
+@pytest.mark.slow
+def test_somebody_else_has_started_it(tmp_path: Path) -> None:
+    process = started(tmp_path, "always", **launch.torchrun_variables(0, 1, launch.free_port()))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1 and calls(tmp_path) == [str(DEVICES)], output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_agent(tmp_path: Path, number: int) -> None:
+    """The step in flight is finished and saved, and the next start goes on."""
+    process = started(tmp_path, "never")
+    assert process.stdout is not None
+    while "counted to 3" not in process.stdout.readline():
+        pass
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, output
+    again, _ = started(tmp_path, "never").communicate(timeout=100)
+    done = [int(line.split()[-1]) for line in (output + again).splitlines() if "counted" in line]
+    if number == signal.SIGTERM:
+        assert done == [*range(4, 11)], done
+    assert "done" in again
+
+
+@pytest.mark.slow
+def test_hosts_are_lost_and_come_back(tmp_path: Path) -> None:
+    program = ["tests.elastic.programs.training", str(tmp_path), str(STEPS), "0.5"]
+    with Hosts(tmp_path, program, 3) as hosts:
+        for name in "abc":
+            hosts.start(name)
+        hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 3 * DEVICES)
+        hosts.lose("a")
+        hosts.wait_for(lambda log: log[-1][1] == 2 * DEVICES)
+        before = hosts.steps()[-1][0]
+        hosts.start("a")
+        hosts.wait_for(lambda log: log[-1][1] == 3 * DEVICES)
+        came = next(step for step, devices, *_ in hosts.steps()[::-1] if devices == 2 * DEVICES)
+        assert came >= before
+        count = len(hosts.steps())
+        hosts.kill_process("b")
+        hosts.wait_for(lambda log: len(log) > count + 2)
+        hosts.wait_for(lambda log: log[-1][0] == STEPS - 1)
+        end = time.monotonic() + 60
+        while hosts.names() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not hosts.names()  # all have come to their end
+        log = hosts.steps()
+    wanted = expected(STEPS)
+    assert {step for step, *_ in log} == set(range(STEPS))
+    for step, _, loss, samples, _ in log:
+        assert samples == rows(step)
+        assert loss == pytest.approx(wanted[step], rel=1e-5)
+    # A step that was in flight may be there twice; copies in memory lose no more.
+    assert len(log) <= STEPS + 3 + 2 * 2
