@@ -30,7 +30,7 @@ _METADATA = ".metadata"
 _KEPT = 2  # steps: when a host is lost some may have the newest one, and others not yet
 
 
-class Memory:
+class HostCopies:
     """The copies that this process keeps.
 
     Args:
@@ -153,13 +153,13 @@ class Memory:
         return sorted(((int(path.name[5:]), path) for path in paths), reverse=True)
 
 
-def of_this_process() -> Memory | None:
+def of_this_process() -> HostCopies | None:
     """What this process keeps; None where nobody would start it again."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return None
     own = Path(folder) / "memory" / os.environ.get("LOCAL_RANK", "0")
-    return Memory(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return HostCopies(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _size(path: Path) -> int:

@@ -88,13 +88,17 @@ def run(
 
     Example::
 
-        import xla_dtensor as xd
+        import os, unittest.mock, xla_dtensor as xd
 
         def train(devices):
             mesh = xd.init_device_mesh("xla", (devices,))
-            # make the model on it, CheckpointManager(...).restore(), and train
+            found.append(mesh.size())  # CheckpointManager(...).restore(), and train
 
-        xd.elastic.run(train, hosts=(1, 4), endpoint="host-a:29500")
+        found = []
+        torchrun = {"RANK": "0", "WORLD_SIZE": "1"}  # has started this one
+        with unittest.mock.patch.dict(os.environ, torchrun):
+            xd.elastic.run(train, hosts=(1, 4), endpoint="host-a:29500")
+        assert len(found) == 1
     """
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
     if not 1 <= least <= most:

@@ -39,6 +39,7 @@ class FileSystemReader(TorchReader):
         with tempfile.TemporaryDirectory() as folder:
             dcp.save({"x": torch.ones(3, device="xla")}, checkpoint_id=folder)
             reader = xd.checkpoint.FileSystemReader(folder)
+            assert str(reader.checkpoint_id) == folder
             assert list(reader.read_metadata().state_dict_metadata) == ["x"]
             state = {"x": torch.zeros(3)}
             dcp.load(state, storage_reader=reader)  # calls reader.read_data(plan, planner)
