@@ -20,6 +20,7 @@ from xla_dtensor.layouts.prices import (
     collective,
     exchanged,
     is_all_reduce,
+    is_moved,
     local_bytes,
 )
 
@@ -233,23 +234,22 @@ class Choice:
             return
         for i, value in enumerate(node.operands):
             axes = self.of(value)
-            if axes is not None:
-                pair = state_of(axes, unit), factor.operands.get(i)
+            pair = None if axes is None else (state_of(axes, unit), factor.operands.get(i))
+            if pair is not None and is_moved(*pair):
                 nbytes = self.moved_bytes(number, unit, False, i)
                 made = collective(*pair, nbytes, self.size(unit))
-                if made is not None:
-                    move = Move(*made, unit, tuple(value.aval.shape), number, node.times)
-                    yield (value, unit, pair, nbytes), move
+                assert made is not None
+                move = Move(*made, unit, tuple(value.aval.shape), number, node.times)
+                yield (value, unit, pair, nbytes), move
         for i, value in enumerate(node.results):
             axes = self.of(value)
-            if axes is not None:
-                before, after = factor.results.get(i), state_of(axes, unit)
-                nbytes = self.moved_bytes(number, unit, True, i)
-                made = collective(before, after, nbytes, self.size(unit))
-                along = (
-                    self._summed_with(number, unit, i) if is_all_reduce(before, after) else [unit]
-                )
-                if made is not None and along[0] == unit:
+            pair = None if axes is None else (factor.results.get(i), state_of(axes, unit))
+            if pair is not None and is_moved(*pair):
+                along = self._summed_with(number, unit, i) if is_all_reduce(*pair) else [unit]
+                if along[0] == unit:
+                    nbytes = self.moved_bytes(number, unit, True, i)
+                    made = collective(*pair, nbytes, self.size(unit))
+                    assert made is not None
                     names = tuple(axis for each in along for axis in each)
                     move = Move(*made, names, tuple(value.aval.shape), number, node.times)
                     yield (number, i, unit), move

@@ -21,11 +21,16 @@ FILLED_PER_BYTE = 1000.0
 """How many bytes of a device's memory that are filled cost as much as a byte that is moved."""
 
 
+def is_moved(before: State, after: State) -> bool:
+    """Whether a value that goes from one state to another along an axis is communicated."""
+    return before is not None and before != after
+
+
 def collective(before: State, after: State, nbytes: float, size: int) -> tuple[str, float] | None:
     """The collective that takes a value from one state to another along an axis of ``size``, and
     the bytes of its result on a device, of the ``nbytes`` that one has of the whole; None if there
     is nothing to communicate. XLA's CPU compiler makes a sum of a reduce-scatter, and cuts that."""
-    if before == after or before is None:
+    if not is_moved(before, after):
         return None
     if before == SUM:
         return ("all-reduce" if after is None else "reduce-scatter"), nbytes
