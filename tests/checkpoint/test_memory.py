@@ -55,7 +55,7 @@ class Hosts:
         shutil.rmtree(self.memory(name))
 
     def kept(self, name: str) -> list[Path]:
-        return sorted(self.memory(name).glob("memory/0/step-*"))
+        return sorted(self.memory(name).glob("memory/*/0/step-*"))
 
 
 @pytest.mark.parametrize("lost", ["", "a", "c", "ac"])
@@ -86,8 +86,16 @@ def test_some_were_killed_before_they_had_the_newest(tmp_path: Path) -> None:
     hosts.start("nothing", STEPS)
     for name in "ab":
         shutil.rmtree(hosts.kept(name)[-1])
-    (hosts.memory("a") / "memory/0/unfinished").mkdir()
+    (hosts.kept("a")[0].parent / "unfinished").mkdir()
     hosts.start(STEPS - 1, STEPS)
+
+
+def test_the_disks_newest_is_damaged(tmp_path: Path) -> None:
+    """What is in memory is older, and newer than the rest."""
+    hosts = Hosts(tmp_path, "ab")
+    hosts.start("nothing", 8)
+    (tmp_path / "disk/step-00000008/manifest.json").unlink()
+    hosts.start(7, 8)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
@@ -103,4 +111,4 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_a_run_that_nobody_starts_again_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(memory.FOLDER, raising=False)
-    assert memory.of_this_process() is None
+    assert memory.of_this_process(Path("run")) is None

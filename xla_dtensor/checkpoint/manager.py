@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import itertools
 import logging
@@ -31,7 +32,7 @@ from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.memory import of_this_process
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
-from xla_dtensor.checkpoint.stopping import Stopping, note_stop
+from xla_dtensor.checkpoint.stopping import Stopping, reached
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
@@ -130,7 +131,7 @@ class CheckpointManager:
         self._every, self._every_seconds = every, every_seconds
         self._keep_last, self._keep_every = keep_last, keep_every
         self._asynchronous, self._in_memory_every = asynchronous, in_memory_every
-        self._memory = of_this_process() if in_memory_every is not None else None
+        self._memory = None if in_memory_every is None else of_this_process(self._folder.path)
         self._stopping = Stopping(signals, deadline)
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
@@ -173,23 +174,16 @@ class CheckpointManager:
         self.skipped = []
         self._folder.check_same_in_all()
         found = [c for c in self._folder.steps() if step in (None, c[0])]
+        ways = [(saved, functools.partial(self._restores, path)) for saved, path in found]
         if step is None and self._memory is not None:
-            kept = self._restore_from_memory(newer_than=found[0][0] if found else 0)
-            if kept is not None:
-                return kept
-        for _, path in found:
-            manifest, damage = self._verified(path)
-            if manifest is None:
-                _log.warning("the checkpoint %s is passed over: %s", path, damage)
-                self.skipped.append((path, damage))
-                continue
-            self._load(path)
-            self._saved_step = manifest.step
-            self._saved_at = self._step_at = time.monotonic()
-            _log.info("restored %s", path)
-            if self._memory is not None:
-                self._memory.forget_after(manifest.step)
-            return manifest.step
+            saved, held = self._memory.newest()
+            ways.append((saved, functools.partial(self._restores_from_memory, saved, held)))
+        for saved, restores in sorted(ways, key=lambda way: -way[0]):
+            if saved >= 0 and restores():
+                self._saved_at = self._step_at = time.monotonic()
+                if self._memory is not None:
+                    self._memory.forget_after(saved)
+                return saved
         if self.skipped:
             told = "\n".join(f"  {path.name}: {why}" for path, why in self.skipped)
             raise CheckpointError(f"{self._folder.path}: every checkpoint is damaged:\n{told}")
@@ -197,22 +191,29 @@ class CheckpointManager:
             raise CheckpointError(f"{self._folder.path}: no checkpoint of step {step}")
         return 0
 
-    def _restore_from_memory(self, newer_than: int) -> int | None:
-        """The step that was restored; None if memory has nothing newer."""
+    def _restores(self, path: Path) -> bool:
+        """Load a checkpoint, if it isn't damaged."""
+        manifest, damage = self._verified(path)
+        if manifest is None:
+            _log.warning("the checkpoint %s is passed over: %s", path, damage)
+            self.skipped.append((path, damage))
+            return False
+        self._load(path)
+        self._saved_step = manifest.step
+        _log.info("restored %s", path)
+        return True
+
+    def _restores_from_memory(self, step: int, held: list[str]) -> bool:
+        """Load a step that the hosts have in memory, if it isn't damaged."""
         assert self._memory is not None
-        step, told = self._memory.newest()
-        if step <= newer_than:
-            return None
-        path = self._memory.gathered(step, told)
+        path = self._memory.gathered(step, held)
         manifest, damage = self._verified(path, is_own=True)
         if manifest is None:
             _log.warning("the copy of step %d in memory is passed over: %s", step, damage)
-            return None
+            return False
         self._load(path, place=f"memory of step {step}")
-        self._memory.forget_after(step)
-        self._saved_at = self._step_at = time.monotonic()
         _log.info("restored step %d from the memory of the hosts", step)
-        return step
+        return True
 
     def _verified(self, path: Path, is_own: bool = False) -> tuple[Manifest | None, str]:
         """The manifest of a checkpoint that isn't damaged, or what is; of several processes each
@@ -349,6 +350,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a checkpoint can't be written.
         """
+        reached.step = step
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._step_at)
         self._step_at = now
@@ -376,8 +378,7 @@ class CheckpointManager:
             self._step_at = time.monotonic()
         if reason is not None:
             self.wait()
-            self.stopped_by = reason
-            note_stop(reason)
+            self.stopped_by = reached.stopped_by = reason
         return reason is not None
 
     def close(self) -> None:

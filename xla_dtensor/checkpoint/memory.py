@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,17 @@ class HostCopies:
         return sorted(((int(path.name[5:]), path) for path in paths), reverse=True)
 
 
-def of_this_process() -> HostCopies | None:
-    """What this process keeps; None where nobody would start it again."""
+def of_this_process(run: Path) -> HostCopies | None:
+    """What this process keeps; None where nobody would start it again.
+
+    Args:
+        run: the folder with the checkpoints of the same run.
+    """
     folder = os.environ.get(FOLDER)
     if folder is None:
         return None
-    own = Path(folder) / "memory" / os.environ.get("LOCAL_RANK", "0")
+    name = f"{zlib.crc32(str(run.absolute()).encode()):08x}"
+    own = Path(folder) / "memory" / name / os.environ.get("LOCAL_RANK", "0")
     return HostCopies(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

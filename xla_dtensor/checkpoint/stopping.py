@@ -8,19 +8,24 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-_stopped_by: list[str] = []
+
+@dataclass
+class Reached:
+    """What the run of this process has come to, for `xla_dtensor.elastic`, which goes on with it.
+
+    Attributes:
+        step: how many steps have been done; None if nobody has said so.
+        stopped_by: why it has stopped before its end, with a checkpoint; None if it hasn't.
+    """
+
+    step: int | None = None
+    stopped_by: str | None = None
 
 
-def stopped_by() -> str | None:
-    """Why a run of this process has stopped before its end; None if none has."""
-    return _stopped_by[-1] if _stopped_by else None
-
-
-def note_stop(reason: str) -> None:
-    """A run stops here, for this reason, with a checkpoint: `xla_dtensor.elastic` goes on."""
-    _stopped_by.append(reason)
+reached = Reached()
 
 
 class Stopping:

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
-from xla_dtensor.checkpoint.stopping import stopped_by
+from xla_dtensor.checkpoint.stopping import reached
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import distributed
 
@@ -75,7 +75,7 @@ def run(
             ``python -m xla_dtensor.elastic PORT`` runs. Not needed for one host.
         processes_per_host: started on this host; each has a part of its devices.
         restarts: how often the processes of this host may be lost. An exception that comes twice
-            in a row, in the same line, is not tried again.
+            in the same line, with no step done in between, isn't tried again on this host.
         heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
         settle: seconds that hosts are waited for when there are enough, but not all; more than
             ``heartbeat_timeout``, or those that notice a loss last come when the rest has started.
@@ -184,7 +184,7 @@ def _work(train: Callable[[int], Any]) -> None:
         if folder is not None:
             _note(Path(folder), error)
         raise
-    if folder is not None and stopped_by() is not None:
+    if folder is not None and reached.stopped_by is not None:
         # All stop together, the first of them because its agent wants to start again. The other
         # agents may not know that yet, and must not take it for the end of the training.
         _end_in(_AT_EXIT, _STOPPED)
@@ -203,9 +203,10 @@ def _note(folder: Path, error: Exception) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-    found: dict[str, Any] = {"error": text, "line": line}
+    found: dict[str, Any] = {"error": text, "line": line, "step": reached.step or 0}
     before = _failure(folder)
-    found["final"] = (before.get("error"), before.get("line")) == (text, line)
+    is_same = (before.get("error"), before.get("line")) == (text, line)
+    found["final"] = is_same and found["step"] <= before["step"]
     (folder / _FAILURE).write_text(json.dumps(found))
     if found["final"]:
         traceback.print_exception(error)
