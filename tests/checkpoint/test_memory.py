@@ -42,6 +42,7 @@ class Hosts:
                 "JAX_NUM_CPU_DEVICES": "2",
                 "JAX_PLATFORMS": "cpu",
                 "NPROC": "16",
+                "XLA_DTENSOR_START_TIMEOUT": "120",
             }
             for rank, name in enumerate(self.names)
         ]
