@@ -14,8 +14,8 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.runtime.program_cache import machine
 
-# By which XLA and LLVM compile, beside the flags that XLA says it has. The number of threads decides
-# into how many parts XLA's CPU compiler cuts a loop.
+# By which XLA and LLVM compile, beside the flags that XLA says it has. The number of threads
+# decides into how many parts XLA's CPU compiler cuts a loop.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 # Settings of JAX by parts of their names that don't say what a program is.
 _ELSEWHERE = ("cache", "traceback", "logging", "log_", "num_cpu_devices", "platforms")
