@@ -123,8 +123,11 @@ class Guards:
     def other_tensors(self, arguments: Arguments) -> str | None:
         """Why the program can't run on what the tensors are now, whatever the step's Python reads
         besides; or None."""
-        whys = (check(arguments) for check in self._checks)
-        return next((why for why in whys if why is not None), None)
+        for check in self._checks:
+            why = check(arguments)
+            if why is not None:
+                return why
+        return None
 
     def decides_otherwise(self, arguments: Arguments) -> bool:
         """Whether the numbers alone say that the program can't run, which is quickly asked where
