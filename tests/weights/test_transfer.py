@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
-from xla_dtensor.weights import Fused, Part, checksums, moves
+from xla_dtensor.weights import Fused, PartOf, checksums, moves
 from xla_dtensor.weights.recipes import places
 
 R, S = Replicate(), Shard
@@ -106,7 +106,7 @@ def test_query_key_and_value_of_other_sizes(groups: int, placements: Any) -> Non
     fused = by_groups(list(qkv.values()), groups)
     assert torch.equal(whole(found["qkv"]), fused)
     sizes = tuple(len(t) for t in qkv.values())
-    back = {n: Part("qkv", sizes, i, groups=groups) for i, n in enumerate(qkv)}
+    back = {n: PartOf("qkv", sizes, i, groups=groups) for i, n in enumerate(qkv)}
     again = xd.transfer(found, known["row"], [S(0)], names=back, check=True)
     for name, value in qkv.items():
         assert torch.equal(whole(again[name]), value), name
@@ -129,7 +129,7 @@ def test_from_one_interleaving_to_another_and_repeated_heads() -> None:
     known = meshes()
     q, k = torch.randn(8, 3), torch.randn(4, 3)
     state = {"qk": on(by_groups([q, k], 4), known["row"], S(0))}
-    parts = [Part("qk", (8, 4), i, groups=4) for i in (0, 1)]
+    parts = [PartOf("qk", (8, 4), i, groups=4) for i in (0, 1)]
     names = {"qk": Fused((*parts, parts[1]), groups=2), "turned": Fused(tuple(parts[::-1]))}
     found = xd.transfer(state, known["square"], [S(0), R], names=names, check=True)
     assert torch.equal(whole(found["qk"]), by_groups([q, k, k], 2))
@@ -153,9 +153,9 @@ def test_fused_along_another_dim() -> None:
         ({"qkv": Fused(("q", "k", "v"), dim=1)}, "parts don't fit"),
         ({"qkv": Fused(("q", "k", "v"), dim=2)}, "there is no dim 2"),
         ({"qkv": Fused(())}, "fused of nothing"),
-        ({"a": Part("q", (4, 5), 0), "b": "k", "c": "v"}, "have to have 8 together"),
-        ({"a": Part("q", (4, 4), 2), "b": "k", "c": "v"}, "index to be one of them"),
-        ({"a": Part("q", (6, 2), 0, groups=4), "b": "k", "c": "v"}, "isn't cut in 4 groups"),
+        ({"a": PartOf("q", (4, 5), 0), "b": "k", "c": "v"}, "have to have 8 together"),
+        ({"a": PartOf("q", (4, 4), 2), "b": "k", "c": "v"}, "index to be one of them"),
+        ({"a": PartOf("q", (6, 2), 0, groups=4), "b": "k", "c": "v"}, "isn't cut in 4 groups"),
     ],
 )
 def test_recipes_that_do_not_fit(names: Any, said: str) -> None:
@@ -302,6 +302,14 @@ def test_tied_weights_stay_tied_and_are_sent_once() -> None:
     w = on(torch.randn(8, 4), known["row"], S(0))
     found = xd.transfer({"a": w, "b": w}, known["two"], [S(0)])
     assert found["a"] is found["b"] and found.count == 4
+
+
+def test_there_are_no_values_in_a_plan() -> None:
+    with xd.abstract("cpu:8"):
+        where = xd.init_device_mesh("xla", (8,))
+        state = {"w": on(torch.ones(8), where, S(0))}
+        with pytest.raises(xd.UnsupportedOpError, match="has no value"):
+            xd.transfer(state, where)
 
 
 def test_of_one_device_without_a_mesh() -> None:

@@ -51,7 +51,7 @@ class _Held(NamedTuple):
     data: Any
 
 
-class Source:
+class WeightSource:
     """An array that is read.
 
     Args:
@@ -91,7 +91,7 @@ class Moves:
         self.limit, self.bytes, self.count = limit, 0, 0
         self._sent = 0  # bytes since it was waited for what was sent
 
-    def build(self, places: Places, sources: Sequence[Source], form: Form) -> Any:
+    def build(self, places: Places, sources: Sequence[WeightSource], form: Form) -> Any:
         """The array in ``form`` of what ``places`` says.
 
         Args:
@@ -120,7 +120,7 @@ class Moves:
         buffer: Any,
         box: Box,
         at: Box,
-        source: Source,
+        source: WeightSource,
         of: Box,
         device: Any,
         turn: int,
@@ -220,8 +220,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
 
 
 def _needed(
-    dim: int, runs: Any, sources: dict[str, Source], wanted: Box
-) -> Iterator[tuple[Box, Source, Box]]:
+    dim: int, runs: Any, sources: dict[str, WeightSource], wanted: Box
+) -> Iterator[tuple[Box, WeightSource, Box]]:
     """What the box ``wanted`` consists of: where in the target, of which source, where in that."""
     if not wanted:  # a scalar
         yield (), sources[runs[0].source], ()

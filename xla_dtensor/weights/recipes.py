@@ -1,4 +1,4 @@
-"""How a tensor of one model consists of those of another: `Fused`, `Part`, and what they come to.
+"""How a tensor of one model consists of those of another: `Fused`, `PartOf`, and what they come to.
 
 Everything happens along one dim: of each place along it, which source it is of, and which place of
 that. The copies (`moves.py`) and the checksums (`checksums.py`) both go by these numbers.
@@ -14,7 +14,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Part:
+class PartOf:
     """One of the tensors of which a fused one consists.
 
     Args:
@@ -31,7 +31,7 @@ class Part:
 
         mesh = xd.init_device_mesh("xla", (2,))
         fused = {"kv": xd.distribute_tensor(torch.arange(8.0), mesh)}
-        names = {n: xd.weights.Part("kv", (4, 4), i, groups=2) for i, n in enumerate("kv")}
+        names = {n: xd.weights.PartOf("kv", (4, 4), i, groups=2) for i, n in enumerate("kv")}
         found = xd.transfer(fused, mesh, names=names)
         assert found["v"].full_tensor().tolist() == [2, 3, 6, 7]
     """
@@ -65,15 +65,15 @@ class Fused:
         assert found["kv"].full_tensor().tolist() == [0, 9, 1, 10]
     """
 
-    parts: tuple[str | Part, ...]
+    parts: tuple[str | PartOf, ...]
     dim: int = 0
     groups: int = 1
 
 
-Recipe = str | Part | Fused
+Recipe = str | PartOf | Fused
 
 
-class Run(NamedTuple):
+class PlacesInARow(NamedTuple):
     """Places along the dim that lie one after the other in the target and in a source.
 
     Attributes:
@@ -106,13 +106,13 @@ class Places(NamedTuple):
     of: np.ndarray
     at: np.ndarray
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[PlacesInARow]:
         """The places as ranges."""
         breaks = np.flatnonzero((np.diff(self.of) != 0) | (np.diff(self.at) != 1)) + 1
         starts = [0, *breaks.tolist()] if len(self.of) else []
         ends = [*starts[1:], len(self.of)] if starts else []
         return [
-            Run(a, self.sources[int(self.of[a])], int(self.at[a]), b - a)
+            PlacesInARow(a, self.sources[int(self.of[a])], int(self.at[a]), b - a)
             for a, b in zip(starts, ends, strict=True)
         ]
 
@@ -121,7 +121,7 @@ def sources_of(recipe: Recipe) -> tuple[str, ...]:
     """The names of the tensors that it takes."""
     if isinstance(recipe, str):
         return (recipe,)
-    if isinstance(recipe, Part):
+    if isinstance(recipe, PartOf):
         return (recipe.name,)
     return tuple(name for part in recipe.parts for name in sources_of(part))
 
@@ -149,7 +149,7 @@ def places(name: str, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> 
     return Places(shape, dim, (source,), np.zeros(len(at), int), at)
 
 
-def _places_of_part(name: str, part: Part, shape: tuple[int, ...]) -> np.ndarray:
+def _places_of_part(name: str, part: PartOf, shape: tuple[int, ...]) -> np.ndarray:
     length = shape[_dim(name, part.dim, shape)]
     if sum(part.sizes) != length or not 0 <= part.index < len(part.sizes):
         raise ValueError(

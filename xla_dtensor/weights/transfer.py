@@ -17,10 +17,11 @@ from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.read import read
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.mesh.placements import normalize_placements
-from xla_dtensor.runtime import abstract, arrays, processes
+from xla_dtensor.runtime import arrays, processes
+from xla_dtensor.runtime.abstract_array import AbstractArray
 from xla_dtensor.tensors.of_form import is_ours, new_tensor
 from xla_dtensor.weights import checksums
-from xla_dtensor.weights.moves import Moves, Source
+from xla_dtensor.weights.moves import Moves, WeightSource
 from xla_dtensor.weights.recipes import Places, Recipe, places, sources_of
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor] | nn.Module
@@ -35,6 +36,15 @@ class Transferred(dict[str, torch.Tensor]):
     Attributes:
         bytes: the most that one of its programs took on a device beside its operands, as XLA says.
         count: how many pieces were copied.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2,))
+        state = {"w": xd.distribute_tensor(torch.ones(4), mesh, [xd.Shard(0)])}
+        found = xd.transfer(state, mesh, limit=8)
+        assert found.count == 4 and found.bytes <= 8
     """
 
     bytes: int
@@ -67,7 +77,7 @@ def transfer(
         placements: on a mesh, of all tensors; or a function of a name and a shape that gives them.
             By default replicated.
         names: what the new weights are, by their names, where it isn't the weight of that name: the
-            name of another one, a `weights.Fused` or a `weights.Part`.
+            name of another one, a `weights.Fused` or a `weights.PartOf`.
         dtype: of the new floating-point weights; by default the one that they have.
         limit: how many bytes a device may need at a time beside what it has and is to have: larger
             pieces are cut. Of what XLA says of the programs. Not with several processes.
@@ -91,14 +101,12 @@ def transfer(
 
         train = xd.DeviceMesh("xla", [0, 1, 2, 3])
         sample = xd.DeviceMesh("xla", [[4, 5], [6, 7]])
-        model = torch.nn.Linear(8, 4)
+        model = torch.nn.Linear(8, 4, bias=False)
         trainer = xd.distribute_module(model, train)
         found = xd.transfer(trainer, sample, [xd.Shard(0), xd.Shard(1)], check=True)
         assert found["weight"].to_local().shape == (2, 4)
     """
     executor.current().not_in_step("xd.transfer in a compiled step, which is of one mesh")
-    if abstract.current() is not None:
-        raise UnsupportedOpError("xd.transfer inside of xd.abstract(), where there are no values")
     if limit is not None and processes.several():
         raise ValueError("transfer: limit= with several processes, whose values go over the host")
     tensors = _tensors(state, "state")
@@ -171,7 +179,7 @@ def _moved(job: _Job, moves: Moves, check: bool) -> Any:
     # Another thread's step may take the arrays over.
     with launching(), jax.enable_x64(True):
         found = [_array(source) for source in job.sources]
-        array = moves.build(job.what, list(map(Source, found)), job.form)
+        array = moves.build(job.what, list(map(WeightSource, found)), job.form)
         if check:
             _compare(job, found, array)
         if job.target is None:
@@ -182,6 +190,8 @@ def _moved(job: _Job, moves: Moves, check: bool) -> Any:
 
 def _array(tensor: Any) -> Any:
     array = tensor._form.fetched(read(tensor)) if tensor._form.memory else read(tensor)
+    if isinstance(array, AbstractArray):
+        raise UnsupportedOpError("xd.transfer of a tensor of xd.abstract(), which has no value")
     # JAX sends nothing from process to process but in programs of both.
     return array if array.is_fully_addressable else arrays.get(array)
 
