@@ -102,6 +102,7 @@ ASKED_ABOUT = {
     "dispatch.host_copies": {"enclosing"},
     "dispatch.several_devices": {"trace"},
     "horovod.ranks.devices": {"trace"},
+    "integration.operators.backward": {"trace"},
     "horovod.ranks.several": {"trace"},
     "planning.abstract": {"trace"},
     # a storage is told before its executor is known

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch", "layouts"),
     ("movement",),
-    ("compilation", "custom_ops", "parallel", "checkpoint", "data"),
+    ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
     ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
     ("debug", "tuning"),
     ("integration",),

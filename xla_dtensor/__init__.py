@@ -69,6 +69,7 @@ _LAZY = {
     "scan_layers": "xla_dtensor.compilation",
     "set_mesh": "xla_dtensor.mesh",
     "to_jax": "xla_dtensor.movement.jax_arrays",
+    "transfer": "xla_dtensor.weights",
     "tune": "xla_dtensor.tuning",
 }
 _MODULES = {
@@ -82,6 +83,7 @@ _MODULES = {
     "parallel": "xla_dtensor.parallel",
     "pipeline": "xla_dtensor.pipeline",
     "rules": "xla_dtensor.rules",
+    "weights": "xla_dtensor.weights",
 }
 
 # Old names, which stay for one release: where their values are, and what to write instead.
@@ -166,7 +168,9 @@ __all__ = [
     "scan_layers",
     "set_mesh",
     "to_jax",
+    "transfer",
     "tune",
+    "weights",
 ]
 
 

@@ -117,6 +117,46 @@ def test_again_is_the_last_call() -> None:
         step.again()
 
 
+def test_again_of_a_step_that_counts() -> None:
+    """What the step leaves in Python's objects its next call reads."""
+    count = [0]
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return x * count[0]
+
+    step, x = xd.compile(counted), torch.ones(2, device="xla")
+    found = [(step(x) if i == 0 else step.again()).tolist() for i in range(4)]
+    assert found == [[i, i] for i in (1, 2, 3, 4)] and count == [4]
+
+
+def test_again_adds_to_a_gradient() -> None:
+    leaf = torch.ones(2, device="xla", requires_grad=True)
+    step = xd.compile(lambda: (leaf * 2).sum().backward())
+    step()  # there was no gradient
+    for number in (2, 3):
+        step.again()
+        assert leaf.grad is not None and leaf.grad.tolist() == [2 * number] * 2
+    leaf.grad = None
+    step.again()
+    assert leaf.grad is not None and leaf.grad.tolist() == [2, 2]
+
+
+def test_again_on_other_tensors() -> None:
+    mesh = xd.init_device_mesh("xla", (4,))
+    x = xd.distribute_tensor(torch.arange(8.0), mesh, [xd.Shard(0)])
+    step = xd.compile(lambda x: x * 2)
+    step(x)
+    for data in (
+        xd.distribute_tensor(torch.arange(8.0), mesh, [xd.Replicate()]),
+        xd.distribute_tensor(torch.arange(4.0), mesh, [xd.Shard(0)]),
+        xd.distribute_tensor(torch.arange(4.0).double(), mesh, [xd.Shard(0)]),
+    ):
+        x.data = data
+        again = step.again()
+        assert again.dtype == data.dtype and torch.equal(whole_of(again), whole_of(data) * 2)
+
+
 def test_other_loggers_are_no_matter() -> None:
     """What a logger keeps of its levels, and the process's other loggers; levels are."""
     log = logging.getLogger("xla_dtensor.tests.decoding")

@@ -31,6 +31,7 @@ KNOWN = {
     "checks in batches": 512,
     "classes of managed modules": None,
     "conversions between forms": 2048,
+    "copies of weights": 1024,
     "factories": 512,
     "forms": None,
     "frames": None,

@@ -244,3 +244,10 @@ def test_a_step_names_the_line_of_each_use() -> None:
 
     text = xd.compile(step).lower(torch.ones(3, device="xla")).as_text(debug_info=True)
     assert "earlier/cosh" in text and "later/cosh" in text
+
+
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    x = torch.tensor([float("nan"), 1.0])
+    for zero in (0.0, -0.0, 0.0):
+        found = x.to("xla").nan_to_num(zero).cpu()
+        assert torch.equal(found.signbit(), x.nan_to_num(zero).signbit())

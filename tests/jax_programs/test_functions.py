@@ -167,3 +167,15 @@ def test_tensors_of_an_outer_call_are_arguments() -> None:
 
     with pytest.raises(xd.DataDependentError, match="pass it as an argument"):
         jax.jit(lambda x: xd.jax.call(outer, x))(jnp.ones(3))
+
+
+def test_a_torch_gradient_in_a_jax_function_in_torch() -> None:
+    """The JAX function's gradient is torch's, which runs while a batch of torch's is launched."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    wave = xd.jax_function(lambda a: xd.jax.call(lambda a: a.sin() * a, a))
+    ours, theirs = x.to("xla").requires_grad_(), x.clone().requires_grad_()
+    waiting = ours.detach() * 3  # is launched with it
+    (wave(ours) * 2).sum().backward()
+    (theirs.sin() * theirs * 2).sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+    assert torch.equal(waiting.cpu(), x * 3)

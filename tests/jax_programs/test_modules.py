@@ -494,3 +494,52 @@ def test_parameters_that_are_none_of_ours() -> None:
     other = nn.Linear(8, 8)
     with pytest.raises(UnsupportedOpError, match="a CPU tensor that requires grad"):
         jax.jit(lambda x: xd.jax.call(lambda x: x @ other.weight, x))(jaxed(batch()))
+
+
+class _Elsewhere(nn.Module):
+    """Reads its weight by another way than its attribute."""
+
+    def __init__(self, way: str, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4).to(device))
+        weight, detached = self.weight, self.weight.detach()
+        reads: dict[str, Any] = {
+            "closure": lambda: weight,
+            "detached": lambda: detached,
+            "view": lambda: detached[:, 1:],
+        }
+        self.read = reads[way]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.read()).sum() + self.weight.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("way", ["closure", "detached", "view"])
+def test_weights_that_are_reached_elsewhere(way: str, device: str) -> None:
+    """There the module's own value is, which isn't that of params, and gets no gradient."""
+    params, apply = xd.jax.from_module(_Elsewhere(way, device))
+    with pytest.raises(UnsupportedOpError, match=r"another way|a CPU tensor"):
+        apply(params, jaxed(batch(4, 4)))
+
+
+def test_xla_tensors_from_outside_that_require_grad() -> None:
+    other = torch.ones(3, device="xla", requires_grad=True)
+    with pytest.raises(UnsupportedOpError, match="would be a constant, and get no gradient"):
+        xd.jax.call(lambda x: x * other, jnp.ones(3))
+    close(xd.jax.call(lambda x: x * other.detach(), jnp.ones(3)), np.ones(3))
+
+
+def test_hooks_that_look_at_grad_are_refused() -> None:
+    module = mlp()
+    hook = module[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    params, apply = xd.jax.from_module(module)
+    x = jaxed(batch())
+    close(apply(params, x), module(batch()).detach())
+    with pytest.raises(UnsupportedOpError, match="register_post_accumulate_grad_hook"):
+        jax.grad(lambda p: apply(p, x).sum())(params)
+    hook.remove()
+    module(batch()).sum().backward()
+    found = jax.grad(lambda p: apply(p, x).sum())(params)
+    for name, parameter in module.named_parameters():
+        close(found[name], parameter.grad)

@@ -50,6 +50,33 @@ def test_dtypes(dtype: str, mesh_2x4: Any) -> None:
         assert (x == 1).all().item()
 
 
+def test_weakly_typed_arrays_are_tensors(mesh_2x4: Any) -> None:
+    """JAX has arrays that stand for Python numbers: bfloat16 plus such a float32 is bfloat16. As
+    tensors they are what their dtype says."""
+    number = 1.001234
+    weak = jnp.broadcast_to(jnp.asarray(number), (8,))
+    assert weak.weak_type
+    other = torch.tensor([1.0, 3.0] * 4).bfloat16()
+    wanted = torch.full((8,), number) + other
+    xla, add = other.to("xla"), xd.compile(lambda x, y: x + y)
+    placed = distribute_tensor(other, mesh_2x4, [Shard(0), Replicate()])
+    made = xd.jax_function(lambda x: jnp.where(x > 9, 2.0, number))
+    raw = jnp.asarray(other.float().numpy(), jnp.bfloat16)
+    sharded = xd.from_jax(weak, mesh_2x4, [Shard(0), Replicate()])
+    results = {
+        "from_jax": xd.from_jax(weak) + xla,
+        "on a mesh": (sharded + placed).full_tensor(),
+        "view": xd.jax.view(weak) + xla,
+        "compiled": add(xd.jax.view(weak), xla),
+        "of a JAX function": made(xla).float() * 0 + made(xla) + xla,
+        "call": xd.jax.view(jax.jit(lambda x, y: xd.jax.call(torch.add, x, y))(weak, raw)),
+        "viewed in call": xd.jax.view(xd.jax.call(lambda y: xd.jax.view(weak) + y, raw)),
+    }
+    for name, result in results.items():
+        assert result.dtype == torch.float32, name
+        torch.testing.assert_close(result.cpu(), wanted, rtol=1e-7, atol=0, msg=name)
+
+
 def test_an_array_that_lies_so_already_is_not_copied(mesh_2x4: Any) -> None:
     given = distribute_tensor(torch.randn(8, 4), mesh_2x4, [Shard(0), Shard(1)])
     array = xd.to_jax(given)

@@ -85,6 +85,12 @@ def test_memory_is_given_back_and_taken_again(placed: str, mesh_2x4: DeviceMesh)
     assert torch.equal(x.cpu(), start + 1)
 
 
+def test_nothing_is_given_back_of_nothing() -> None:
+    empty = torch.empty(0, device="xla")
+    empty.untyped_storage().resize_(0)
+    assert empty.tolist() == []
+
+
 def test_given_back_before_it_was_computed() -> None:
     """Eager operations are written down, and run later: what waits is dropped with the memory."""
     x = torch.ones(4, device="xla") * 2

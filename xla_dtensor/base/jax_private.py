@@ -31,6 +31,8 @@ NAMES = {
     # --- programs ---
     # All settings of a thread on which a traced program depends, as a tuple.
     "trace_context": "jax._src.config:trace_context",
+    # Their options with XLA's flags, as XLA has read them.
+    "CompileOptions": "jax._src.lib:xla_client.CompileOptions",
     # By class, what JAX does with an argument of a program that is launched.
     "shard_arg_handlers": "jax._src.interpreters.pxla:shard_arg_handlers",
     # A block's limit below which programs don't go to the disk; jax.config sets it for all threads.
@@ -117,6 +119,15 @@ def forget_partitioning(compiled: Any) -> None:
         partitioning = find("PartitioningCallback")
         kept = [one for one in unloaded.keepalive if not isinstance(one, partitioning)]
         unloaded.keepalive = type(unloaded.keepalive)(kept)
+
+
+def xla_flags() -> bytes:
+    """XLA's flags as it has read them: once, from ``XLA_FLAGS`` or the file that this names,
+    whatever the variable says by now."""
+    options = _borrowed.get("CompileOptions")()
+    options.executable_build_options.debug_options  # noqa: B018  (which puts them there)
+    written: bytes = options.SerializeAsString()
+    return written
 
 
 def is_portable(compiled: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.views import ViewStep
-from xla_dtensor.lowering import ViewLowering
+from xla_dtensor.lowering import ViewLowering, is_own
 from xla_dtensor.lowering import changes as lowering_changes
 from xla_dtensor.lowering.bounds import Condition
 from xla_dtensor.lowering.registry import views
@@ -26,16 +26,10 @@ _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), np.dtype, Enum),
     *(torch.dtype, torch.layout, torch.memory_format, torch.device),
 )
-_OURS = "xla_dtensor.lowering."
 
 
 class Unsaid(Exception):
     """Something has no words that are the same in every process."""
-
-
-def is_own(function: Any) -> bool:
-    """Whether a lowering's function is the package's own, whose source is known."""
-    return (getattr(function, "__module__", None) or "").startswith(_OURS)
 
 
 def of(value: Any) -> str:

@@ -25,6 +25,7 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.jax_programs.program_trace import ProgramTrace, give_up, tracing
+from xla_dtensor.runtime.arrays import strong
 from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
 
@@ -258,7 +259,8 @@ def _pulled(kept: _Kept, at: list[int], cotangents: list[Any]) -> list[Any]:
 
     def gradients(primals: Any, cotangents: Any, twice: bool) -> tuple[Any, Any, Any]:
         # JAX's gradient by a complex value is the conjugate of torch's.
-        of = [new_tensor(ct.conj(), out._form) for ct, out in zip(cotangents, outs, strict=True)]
+        given = [strong(ct).conj() for ct in cotangents]
+        of = [new_tensor(ct, out._form) for ct, out in zip(given, outs, strict=True)]
         if twice:
             of = [tensor.requires_grad_() for tensor in of]
         found = _gradients(outs, [leaves[n] for n in asked], of, graph.entered, twice)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import torch
 from torch import nn
 
-from xla_dtensor.base import thread_state
+from xla_dtensor.base import executor, thread_state
 from xla_dtensor.base.dtypes import to_jax_dtype
-from xla_dtensor.base.torch_private.attributes import hooks_of_tensor, make_parameter
+from xla_dtensor.base.torch_private.attributes import (
+    hooks_after_accumulation,
+    hooks_of_tensor,
+    make_parameter,
+)
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form, sharded_form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.jax_programs.differentiated import plain_form
 from xla_dtensor.jax_programs.functions import FunctionOnTensors, run
 from xla_dtensor.jax_programs.names import NamedTensors
+from xla_dtensor.jax_programs.program_trace import ProgramTrace
 from xla_dtensor.jax_programs.swapped import swapped
 from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.tensors.of_form import is_ours
@@ -179,7 +184,10 @@ class _Call(FunctionOnTensors):
     @contextmanager
     def within(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         own = tensors[: len(self._own)]
+        trace = executor.current()
+        assert isinstance(trace, ProgramTrace)
         with swapped(self._module, [t for _, t in self._own], own, self._train) as left:
+            trace.replaced = self._own
             yield
         if left:
             warnings.warn(
@@ -248,8 +256,18 @@ def _adopt(new: Any, old: Any) -> None:
     for hook in (hooks_of_tensor(old) or {}).values():
         if new.requires_grad:
             new.register_hook(hook)
+    if new.requires_grad and hooks_after_accumulation(old):
+        new.register_hook(_refuse_accumulated)
     known = vars(new)
     known.update({k: v for k, v in vars(old).items() if k not in known and k[:1] != "_"})
+
+
+def _refuse_accumulated(gradient: Any) -> NoReturn:
+    raise UnsupportedOpError(
+        "a gradient by a parameter with a hook of register_post_accumulate_grad_hook: JAX's "
+        "gradients are in no parameter's .grad, which such hooks look at; remove it, or change the "
+        "gradient by register_hook"
+    )
 
 
 def _value(name: str, tensor: torch.Tensor) -> Any:

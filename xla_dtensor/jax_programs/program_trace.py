@@ -5,9 +5,10 @@ JAX decides what becomes of them: they may be those of ``jax.jit``, of a transfo
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.runtime.abstract_array import AbstractArray
+from xla_dtensor.tensors.of_form import is_ours
 
 _GONE = (
     "this tensor was made while a JAX program was traced (by xd.jax), and has no value outside of "
@@ -49,11 +51,17 @@ class ProgramTrace(TracingProgram):
         self.random = thread_state.RandomNumbers(0, 0, self.refuse)
         self.random.advance(drawn)
         self._words = words
+        # By name, the tensors in whose place the code has others.
+        self.replaced: Sequence[tuple[str, torch.Tensor]] = ()
 
     # --- storages -----------------------------------------------------------------------------
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
-        array = storage.array if self.owns(storage) else _outside(storage)
+        if self.owns(storage):
+            array = storage.array
+        else:
+            self._refuse_old(tensor, lambda old: is_ours(old) and old._storage_ is storage)
+            array = _outside(storage)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
@@ -90,14 +98,26 @@ class ProgramTrace(TracingProgram):
         self.random.advance()
         return key
 
-    def host_tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.requires_grad:
+    def _refuse_old(self, tensor: Any, is_its: Callable[[torch.Tensor], bool]) -> None:
+        """Raise for a tensor from outside that would be a constant, and mustn't be one."""
+        name = next((name for name, old in self.replaced if is_its(old)), None)
+        if name is not None:
             raise UnsupportedOpError(
-                f"a JAX program computes with a CPU tensor of shape {list(tensor.shape)} that "
-                "requires grad and is none of its arguments or parameters: it would be a constant, "
-                "and get no gradient; register it as a parameter of the module, pass it as an "
-                f"argument, or detach() it{user_line()}"
+                f"the module reaches the memory of its {name!r} by another way than its attributes "
+                "(a closure, a dict or a list in a list, a view that it has kept): there is what "
+                "the module holds, not what the JAX program is given for it; read it as an "
+                f"attribute where it is used{user_line()}"
             )
+        if tensor is not None and tensor.requires_grad:
+            raise UnsupportedOpError(
+                f"a JAX program computes with a tensor of shape {list(tensor.shape)} that requires "
+                "grad and is none of its arguments or parameters: it would be a constant, and get "
+                "no gradient; register it as a parameter of the module, pass it as an argument, or "
+                f"detach() it{user_line()}"
+            )
+
+    def host_tensor(self, tensor: torch.Tensor) -> Any:
+        self._refuse_old(tensor, functools.partial(_overlap, tensor))
         return to_numpy(tensor)
 
     def refuse(self, what: str) -> NoReturn:
@@ -121,6 +141,19 @@ def _outside(storage: Storage) -> Any:
             f"that has no value there: pass it as an argument{user_line()}"
         )
     return storage.form.fetched(array) if storage.form.memory is not None else array
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of the host have memory in common, as far as their bounds tell."""
+    if b.device.type != "cpu" or not (a.numel() and b.numel()):
+        return False
+    spans = []
+    for tensor in (a, b):
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.data_ptr()
+        spans.append((begin, begin + (last + 1) * tensor.element_size()))
+    (begin, end), (other, other_end) = spans
+    return begin < other_end and other < end
 
 
 def _varying(leaf: Any, axes: frozenset[str]) -> Any:

@@ -13,6 +13,7 @@ from xla_dtensor.forms.read import logical_value
 from xla_dtensor.jax_programs.differentiated import plain_form
 from xla_dtensor.jax_programs.program_trace import ProgramTrace
 from xla_dtensor.movement.jax_arrays import to_jax
+from xla_dtensor.runtime.arrays import strong
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import is_ours, new_tensor
 
@@ -48,7 +49,7 @@ def view(array: jax.Array) -> XLATensor:
             "xd.jax.view of a tracer: torch functions compute on those of JAX inside of "
             "xd.jax.call(function, *arrays), which gives the function tensors"
         )
-    tensor: XLATensor = new_tensor(array, plain_form(array))
+    tensor: XLATensor = new_tensor(strong(array), plain_form(array))
     return tensor
 
 
@@ -93,6 +94,7 @@ def _in_program() -> bool:
 def to_program(array: Any) -> Any:
     """An array as torch code is given it. Where JAX has its 64-bit types off, its int32 stands for
     the int64 that torch code wants for indices."""
+    array = strong(array)
     if jax.config.jax_enable_x64 or array.dtype != np.int32:
         return array
     with jax.enable_x64(True):

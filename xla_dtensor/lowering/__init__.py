@@ -6,6 +6,7 @@ from xla_dtensor.lowering.registry import (
     changes,
     find_lowering,
     find_view,
+    is_own,
     lowers,
     lowers_view,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "changes",
     "find_lowering",
     "find_view",
+    "is_own",
     "lowers",
     "lowers_view",
 ]

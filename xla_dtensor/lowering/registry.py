@@ -125,6 +125,13 @@ def qualified_name(overload: str) -> str:
     return overload if "." in overload.split("::")[1] else overload + ".default"
 
 
+def is_own(function: Any) -> bool:
+    """Whether it is one of the package's own lowerings, whose source is known. ``__module__`` alone
+    doesn't say so: ``functools.wraps`` gives a user's function that of the lowering it wraps."""
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return bool(module.startswith("xla_dtensor.lowering."))
+
+
 def find_lowering(name: str) -> Lowering | None:
     """The lowering of the overload with this qualified name, or None."""
     return _LOWERINGS.get(name)

@@ -86,6 +86,7 @@ def from_jax(
         else:
             padder = _padders.get_or_make(form, lambda: jax.jit(form.physical))
             array = arrays.put(padder(array), form.sharding)
+        array = arrays.strong(array)
     return XLAShardedTensor(Storage(array, form), form)
 
 

@@ -155,7 +155,7 @@ class Call:
                 return self._leaf(value, cls)
             # Constants also where the number can't be an input: ints above 64 bits, and complex
             # numbers in torch's decompositions, which have no symbolic ones.
-            key.append(value)
+            key.append(value or repr(value))  # 0.0 equals -0.0
             key.append(cls)
             return value
         if cls is bool:

@@ -12,6 +12,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.forms.form import Form
 from xla_dtensor.plans.ops import OpInfo
+from xla_dtensor.runtime import arrays
 
 
 def checked(value: Any, shape: tuple[int, ...], dtype: Any, info: OpInfo) -> Any:
@@ -50,7 +51,7 @@ def check_castable(value: Any, form: Form) -> None:
 
 def _cast(value: Any, dtype: Any) -> Any:
     if value.dtype == dtype:
-        return value
+        return arrays.strong(value)
     if value.dtype.kind == "c" and dtype.kind != "c":
         value = value.real
     # A trace computes an optimizer's scalars in double precision and rounds them where they are

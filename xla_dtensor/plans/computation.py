@@ -16,6 +16,7 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.per_device import coordinate, over_devices, union
 from xla_dtensor.forms.views import Step, with_positions, write_through
+from xla_dtensor.lowering import is_own
 from xla_dtensor.lowering.context import Target, at
 from xla_dtensor.lowering.workarounds import DOUBLE_COMPLEX
 from xla_dtensor.mesh import Frame
@@ -96,8 +97,7 @@ class Computation:
         )
         # Only the package's lowerings may be traced once and reused: torch's decompositions call
         # operations that the trace may note, and a user's `jax_function` may differ next time.
-        module = getattr(getattr(lowering, "function", None), "__module__", None) or ""
-        self.is_lowering = module.startswith("xla_dtensor.lowering.")
+        self.is_lowering = lowering is not None and is_own(lowering.function)
         self._known: Any = None
 
     def in_trace(self, trace: Any, leaves: list[Any], base_arrays: list[Any]) -> list[Any]:

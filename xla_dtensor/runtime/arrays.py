@@ -42,6 +42,18 @@ def put(value: Any, sharding: Any) -> Any:
     return put_shards(value.shape, sharding, lambda index: value[index])
 
 
+def strong(array: Any) -> Any:
+    """An array of JAX's whose dtype counts as a tensor's does: JAX also has weakly typed ones, of
+    Python's numbers (``jnp.where(x > 0, 1.0, 2.0)``), which would take the dtype of what they are
+    combined with, and which lowerings take for numbers."""
+    import jax
+
+    if not getattr(array, "weak_type", False):
+        return array
+    with jax.enable_x64(True):
+        return jax.lax.convert_element_type(array, array.dtype)
+
+
 def piece(value: Any, device: Any, sharding: Any) -> Any:
     """What ``device`` has of an array with ``sharding``, as an array of its own, in the memory that
     the sharding says."""

@@ -86,7 +86,9 @@ class DeviceMemory(torch.UntypedStorage):
                 f"resize_ of an xla tensor's storage of {self._full} bytes to {size}: only to 0, "
                 f"which gives its memory back, or to what it was; tensor.resize_ has other sizes"
             )
-        if size == 0 and not storage.is_given_back:
+        if size == self._full == 0:
+            pass
+        elif size == 0 and not storage.is_given_back:
             storage.give_back()
         elif size and storage.is_given_back:
             storage.refill()

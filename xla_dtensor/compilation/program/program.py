@@ -131,6 +131,15 @@ class Program:
         """Where the program's arrays come from, by what its arguments are called."""
         return {"donated": self.inputs.donated.sources, "kept": self.inputs.kept.sources}
 
+    def follows_itself(self, arguments: Arguments) -> bool:
+        """Whether it may run after a call of its own, as far as that and others' changes of tensors
+        can tell: it leaves nothing in Python's objects, and finds tensors of the same kind."""
+        traced = self.traced
+        leaves = traced.effects.leave_others or traced.schedulers.calls or traced.outputs.switched
+        if leaves or self.guards.stale is not None:
+            return False
+        return self.guards.other_tensors(arguments) is None
+
     # --- running -----------------------------------------------------------------------------
 
     @interrupts.atomic

@@ -10,6 +10,7 @@ import torch
 from xla_dtensor.compilation.call.recipes import BuiltObject, FixedObject
 from xla_dtensor.compilation.objects.carried import has_history, is_state, tensors_in
 from xla_dtensor.compilation.objects.flatten import MadeObjects
+from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -31,6 +32,8 @@ class TracedEffects:
         of_others: the names of the places that another thread has changed during the trace.
         replaced: those of places outside of it whose tensors it replaces by others.
         counted: those in which it puts other numbers, strings or ``None``.
+        leave_others: whether any place holds something else afterwards than before. What was set
+            and put back is no longer the same object (torch's settings, ``warnings.filters``).
     """
 
     def __init__(
@@ -41,6 +44,10 @@ class TracedEffects:
         self.of_others = surroundings.others
         self.replaced: set[str] = set()
         self.counted: set[str] = set()
+        self.leave_others = any(
+            effect.grows() or not all(_same(effect.before[k], v) for k, v in effect.after.items())
+            for effect in self.all
+        )
 
     def left_in_places(self, objects: MadeObjects) -> Iterator[Any]:
         """What the step's Python has put somewhere, taken apart."""
@@ -125,6 +132,15 @@ class TracedEffects:
                 )
             if not carried and tensors_in(after):
                 self.replaced.add(name)
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether a place holds what it held, or the like of it."""
+    if before is after:
+        return True
+    if type(before) is type(after) and type(after) in (list, tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return is_atom(before) and is_atom(after) and same_atom(before, after)
 
 
 def _built(value: Any, objects: MadeObjects, made: OutputRecipes) -> Any:

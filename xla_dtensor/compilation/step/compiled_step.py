@@ -131,9 +131,11 @@ class CompiledStep(BaseStep):
     @interrupts.completed
     def again(self) -> Any:
         """The last call once more, as its program: the arguments are the same objects, and what
-        else the step reads isn't compared with what it was, which is most of what a short call
-        costs. Values of tensors are those of now. It is for loops of one's own around a step that
-        changes tensors in place, a token or a time step in each call.
+        else the step's Python reads isn't compared with what it was, which is most of what a short
+        call costs. Values of tensors are those of now. It is for loops of one's own around a step
+        that changes tensors in place, a token or a time step in each call. A step that changes
+        something else (counts in Python), or whose tensors are others by now (a gradient that is
+        there, another shape), is called as always.
 
         Returns:
             what the step does.
@@ -159,7 +161,9 @@ class CompiledStep(BaseStep):
             if self._last is None:
                 raise RuntimeError(f"{self._name()}: again() needs a call before it")
             call, program = self._last
-            return program.run(call)
+            if program.follows_itself(call):
+                return program.run(call)
+            return self._call(call)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.

@@ -44,8 +44,10 @@ def install() -> None:
             try:
                 result = original(outputs, *args, **kwargs)
                 # The end of a pass is the same place in each step, so the batch's program is found
-                # again.
-                lazy.flush()
+                # again. In a trace the pass is part of that, which a batch may be launching (a JAX
+                # function whose gradient is torch's).
+                if executor.trace() is None:
+                    lazy.flush()
                 return result
             except SystemError:  # "returned NULL without setting an exception"
                 error = interrupts.take_error()

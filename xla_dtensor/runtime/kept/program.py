@@ -109,16 +109,16 @@ class KeptProgram:
 
     def _place(self, args: tuple[Any, ...]) -> _Place | None:
         """Where the executable for such operands is kept; None where none is."""
-        files = _files()
-        words = None if files is None else self._words()
+        files, device = _files(), jax.local_devices()[0]
+        around = None if files is None else environment.words(device)
+        words = None if around is None else self._words()
         if files is None or words is None:
             return None
         leaves, tree = jax.tree.flatten((args, {}))
-        device = jax.local_devices()[0]
         described = [_described(leaf, device) for leaf in leaves]
         if None in described:
             return None
-        about = f"{environment.words(device)}\n{words}\n{tree}\n{described}"
+        about = f"{around}\n{words}\n{tree}\n{described}"
         return _Place(files, hashlib.sha256(about.encode()).hexdigest(), device)
 
 

@@ -33,10 +33,11 @@ def digest_of(words: Callable[[], str | None]) -> str | None:
     Args:
         words: gives what is computed, as of a `KeptProgram`.
     """
-    said = None if folder() is None else words()
+    around = None if folder() is None else environment.words(jax.local_devices()[0])
+    said = None if around is None else words()
     if said is None:
         return None
-    about = f"{environment.words(jax.local_devices()[0])}\n{said}"
+    about = f"{around}\n{said}"
     return hashlib.sha256(about.encode()).hexdigest()
 
 
