@@ -26,6 +26,7 @@ def install() -> None:
     on_import("spmd_types.types", _hook_names)
     on_import("spmd_types._mesh", _hook_mesh)
     on_import("spmd_types._local", _hook_local)
+    on_import("spmd_types", _hook_parameters)
 
 
 def _is_group(value: Any) -> bool:
@@ -131,3 +132,17 @@ def _hook_local(module: Any) -> None:
 
     take_over(module._get_local_tensor_mode, mode_of)
     take_over(module._build_rank_to_group_local, ranks_in)
+
+
+# --- parameters under fully_shard ----------------------------------------------------------------
+
+
+def _hook_parameters(module: Any) -> None:
+    from xla_dtensor.parallel import _annotated  # brings JAX, whose settings a command may make yet
+
+    def read(parameter: Any, parallel: Any) -> Any:
+        from xla_dtensor.ecosystem import spmd_parameters
+
+        return spmd_parameters.annotation(module, parameter, parallel)
+
+    _annotated.readers.append(read)
