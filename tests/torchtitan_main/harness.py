@@ -26,6 +26,7 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 import xla_dtensor as xd
 
@@ -208,6 +209,21 @@ def _others(model: Any, positions: torch.Tensor) -> dict[str, Any]:
     return {"positions": positions, "attention_masks": masks}
 
 
+_experts = GptOssGroupedExperts.forward
+
+
+def _in_dtype_of_input(self: Any, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return _experts(self, rows, counts).type_as(rows)
+
+
+@contextlib.contextmanager
+def float32_gpt_oss() -> Iterator[None]:
+    """gpt_oss's experts give bfloat16 whatever the model's dtype, and its sum of float32 refuses
+    that; the other models' experts give what they got."""
+    with mock.patch.object(GptOssGroupedExperts, "forward", _in_dtype_of_input):
+        yield
+
+
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
     """torchtitan's ``spmd_backend``, which is the process's."""
@@ -249,7 +265,7 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
     dims = ParallelDims.from_config(plan.parallelism(), 1)
     training = Training(plan, model, spec, steps, dims)
     run = Run([], [])
-    with dense_attention():
+    with dense_attention(), float32_gpt_oss():
         for batch in batches(steps, spec.model.vocab_size, plan):
             valid = (batch[1] != -100).sum()
             micro = []
@@ -264,7 +280,7 @@ def on_cpu(spec: Any, plan: Plan, state: Any, steps: int, dtype: Any = torch.flo
 
 def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) -> Run:
     """The run on an xla mesh, every part torchtitan's."""
-    with backend(plan.backend):
+    with backend(plan.backend), float32_gpt_oss():
         return _on_mesh(spec, plan, state, steps, compiled)
 
 
