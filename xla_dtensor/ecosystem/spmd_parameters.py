@@ -63,15 +63,29 @@ def annotation(spmd: Any, parameter: Any, parallel: Any) -> Annotation | None:
         kinds.append(kind)
     placement = spmd.spmd_type_to_dtensor_placement
 
+    computed = {axis: given.get(axis, spmd.R) for axis in _computed_axes(spmd, given, axes)}
+
     def restore(tensor: torch.Tensor) -> None:
         if spmd.is_type_checking():
-            spmd.assert_type(tensor, given, partition_spec=spec)
+            spmd.assert_type(tensor, computed, partition_spec=spec)
 
     return Annotation(
         tuple(map(placement, kinds)),
         tuple(placement(kind.backward_type()) for kind in kinds),
         restore,
     )
+
+
+def _computed_axes(spmd: Any, given: Any, stored: list[Any]) -> Any:
+    """The axes that modules have types along, as torch finds them: the parameter's where they span
+    the mesh, else those of the current mesh. Data-parallel ones may have other parts than those
+    that it is stored along."""
+    from spmd_types._mesh_axis import flatten_axes
+
+    real = tuple(axis for axis in stored if axis.size() > 1)
+    if flatten_axes(tuple(given)) == flatten_axes(real):
+        return given
+    return spmd.current_mesh() or real
 
 
 def _axes(spmd: Any, mesh: DeviceMesh) -> list[Any]:
