@@ -1,4 +1,4 @@
-"""The rows of docs/torchtitan.md for torchtitan's main line: each plan against one process on the CPU.
+"""The rows of docs/torchtitan.md for torchtitan's main line, each against one process on the CPU.
 
     make torchtitan-parity TORCHTITAN_SOURCE=/path/to/torchtitan
 """

@@ -86,7 +86,7 @@ class Repeats:
     total: int
 
     def summary(self, np: Any, values: Any) -> tuple[Any, Any]:
-        """The least, and the sum: of counts that each device has of its own, the one farthest off."""
+        """The least, and the sum: where each device has its own counts, the one farthest off."""
         sums = values.sum(-1).reshape(-1)
         return values.min(), sums[np.abs(sums - self.total).argmax()]
 

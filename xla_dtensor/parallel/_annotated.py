@@ -1,4 +1,4 @@
-"""Parameters that are plain tensors, each device's part, and say in annotations how they make up whole ones.
+"""Plain parameters, each device's part, that say by annotations how they make up whole ones.
 
 ``fully_shard(dp_mesh_dims=...)`` takes ``DTensor``s on the whole mesh, or such parameters: the
 package ``spmd_types`` writes types per mesh axis on tensors, which torch 2.14's ``fully_shard``
