@@ -1,6 +1,6 @@
 """The rows of docs/torchtitan.md for torchtitan's main line, each against one process on the CPU.
 
-    make torchtitan-parity TORCHTITAN_SOURCE=/path/to/torchtitan
+make torchtitan-parity TORCHTITAN_SOURCE=/path/to/torchtitan
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from xla_dtensor.parallel._annotated import Annotation
+from xla_dtensor.parallel.annotated import Annotation
 
 
 def annotation(spmd: Any, parameter: Any, parallel: Any) -> Annotation | None:

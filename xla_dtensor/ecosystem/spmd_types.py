@@ -154,11 +154,11 @@ def _hook_local(module: Any) -> None:
 
 
 def _hook_parameters(module: Any) -> None:
-    from xla_dtensor.parallel import _annotated  # brings JAX, whose settings a command may make yet
+    from xla_dtensor.parallel import annotated  # brings JAX, whose settings a command may make yet
 
     def read(parameter: Any, parallel: Any) -> Any:
         from xla_dtensor.ecosystem import spmd_parameters
 
         return spmd_parameters.annotation(module, parameter, parallel)
 
-    _annotated.readers.append(read)
+    annotated.readers.append(read)

@@ -25,11 +25,11 @@ from xla_dtensor.mesh.placements import shard_after, unpartial
 from xla_dtensor.movement.factories import distribute_tensor
 from xla_dtensor.movement.local_view import as_sharded
 from xla_dtensor.movement.relayout import move, relayout
-from xla_dtensor.parallel._annotated import annotation_of
 from xla_dtensor.parallel._layouts import Keep, gather, reduce_over_devices
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._unshard import Unshard
 from xla_dtensor.parallel._whole import Accumulated, Location, UnshardedStorage, same_whole, wholes
+from xla_dtensor.parallel.annotated import annotation_of
 from xla_dtensor.parallel.offload import to_host
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import of_storage
