@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-serving bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
+.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-serving bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-torchtitan-main test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -56,7 +56,7 @@ env-torchtitan: $(TITAN_VENV)/.installed ## the environment for torchtitan's mod
 $(TITAN_VENV)/.installed: pyproject.toml constraints.txt $(TITAN_PINS)
 	$(PYTHON) -m venv $(TITAN_VENV)
 	$(TITAN) -m pip install --quiet -c constraints.txt -c $(TITAN_PINS) --editable . pytest \
-	  datasets einops pillow safetensors tensorboard tokenizers torchdata tyro
+	  datasets einops grain pillow safetensors tensorboard tokenizers torchdata tyro
 	$(TITAN) -m pip install --quiet -c $(TITAN_PINS) --no-deps torchtitan spmd_types torch_checkpointing
 	$(TITAN) -m pip install --quiet --no-deps --target $(TITAN_CLASSIC) torchtitan==0.2.2 tomli==2.5.0
 	touch $@
@@ -67,9 +67,15 @@ test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slo
 	$(TITAN) -m pytest -m 'not slow' tests/torchtitan $(ARGS)
 	$(CLASSIC) -m pytest -m 'not slow' tests/torchtitan_classic $(ARGS)
 
+# The main line, where its source is at hand (TORCHTITAN_SOURCE=folder), which comes first there.
+TITAN_MAIN := PYTHONPATH=$(abspath $(TORCHTITAN_SOURCE)) $(TITAN)
+test-torchtitan-main: env-torchtitan ## the main line's models (TORCHTITAN_SOURCE=folder)
+	$(TITAN_MAIN) -m pytest -m 'not slow' tests/torchtitan_main $(ARGS)
+
 torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan (half an hour; goes on where it was stopped)
 	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
 	$(CLASSIC) -W ignore -m tests.torchtitan_classic.parity $(ARGS)
+	$(if $(TORCHTITAN_SOURCE),$(TITAN_MAIN) -W ignore -m tests.torchtitan_main.parity $(ARGS))
 
 # transformers likewise: what it wants of tokenizers and the hub needn't be what torchtitan wants.
 HF_VENV ?= .venv-transformers

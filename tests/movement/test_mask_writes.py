@@ -217,6 +217,33 @@ def test_repeat_interleave(placements: Any, mesh_2x4: DeviceMesh) -> None:
         torch.repeat_interleave(place(source), place(REPEATS), 0, output_size=5)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_repeat_interleave_by_counts_of_each_device(compiled: bool, mesh_2x4: DeviceMesh) -> None:
+    """With its size given, each device repeats by its own counts; whether they fit is looked at of
+    each."""
+    counts = [torch.tensor([2, 0, 3, 1]), torch.tensor([0, 5, 0, 1])]
+    sources = [torch.randn(4, 3), torch.randn(4, 3)]
+    x = xd.from_device_values(sources, mesh_2x4["dp"]).requires_grad_()
+
+    def step(repeats: torch.Tensor) -> Any:
+        y = x.repeat_interleave(repeats, 0, output_size=6)
+        (grad,) = torch.autograd.grad((y * y).sum(), x)
+        return y.detach(), grad
+
+    run = xd.compile(step) if compiled else step
+    y, grad = run(xd.from_device_values(counts, mesh_2x4["dp"]))
+    for rank, (own, source) in enumerate(zip(counts, sources, strict=True)):
+        at = rank * 4  # the devices of a row have the same
+        source = source.clone().requires_grad_()
+        expected = source.repeat_interleave(own, 0, output_size=6)
+        (expected * expected).sum().backward()
+        assert torch.equal(y.local_values()[at], expected)
+        torch.testing.assert_close(grad.local_values()[at], source.grad)
+    wrong = xd.from_device_values([counts[0], torch.tensor([0, 4, 0, 1])], mesh_2x4["dp"])
+    with pytest.raises(RuntimeError, match="allocated size does not match required size"):
+        run(wrong)[0].local_values()
+
+
 def test_bincount() -> None:
     """Its size depends on values: in a compiled step it is refused, with what works instead."""
     x = torch.tensor([1, 4, 1]).to("xla")

@@ -20,7 +20,8 @@ import xla_dtensor as xd
 HEAD = "| model | plan | steps | compiled | eager | recompiled |\n|---|---|---|---|---|---|"
 ROOT = Path(__file__).parents[2]
 # What a run's losses come from.
-CODE = ("xla_dtensor", "tests/torchtitan/harness.py", "tests/torchtitan_classic/harness.py")
+HARNESSES = ("torchtitan", "torchtitan_classic", "torchtitan_main")
+CODE = ("xla_dtensor", *(f"tests/{folder}/harness.py" for folder in HARNESSES))
 
 
 @dataclasses.dataclass(frozen=True)

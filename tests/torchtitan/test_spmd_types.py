@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from spmd_types import checker
 from spmd_types._mesh_axis import _reset
 from spmd_types.types import I, P, R, S, V
 from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import xla_dtensor as xd
@@ -133,3 +136,83 @@ def test_groups_are_axes() -> None:
     assert axis == spmd.MeshAxis.of(4, 1)
     assert spmd.MeshAxis.of(mesh.get_group("dp")) == spmd.MeshAxis.of(2, 4)
     assert spmd.normalize_axis(mesh.get_group("tp")) is axis
+
+
+class _TwoLayers(torch.nn.Module):
+    """A tensor-parallel pair: columns, then rows, whose results are summed; and a factor per column
+    that is invariant, or that each rank adds its part to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = spmd.convert(x, "tp", src=I, dst=R) * self.scale
+        parts = torch.relu(hidden @ self.columns) @ self.rows
+        return spmd.all_reduce(parts, "tp", src=P, dst=I) * self.factor
+
+
+def _types(name: str) -> Any:
+    return {"columns": S(1), "rows": S(0), "scale": R, "factor": I}[name]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("checked", [False, True], ids=["unchecked", "checked"])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_annotated_parameters(compiled: bool, checked: bool, reshard: bool) -> None:
+    """``fully_shard`` takes plain parameters that say by types how they make up whole ones: stored
+    as ``DTensor``s, handed out as each device's part. Gradients are those of the whole batch."""
+    mesh = xd.init_device_mesh("xla", SHAPE, mesh_dim_names=NAMES)
+    torch.manual_seed(2)
+    shapes = {"columns": (6, 8), "rows": (8, 6), "scale": (6,), "factor": (6,)}
+    whole = {name: torch.randn(shape) for name, shape in shapes.items()}
+    model = _TwoLayers()
+    with spmd.set_current_mesh(mesh):
+        for name, value in whole.items():
+            kind = _types(name)
+            part = value.to("meta")
+            if kind not in (R, I):
+                part = spmd.shard(part, "tp", src=I, dst=kind)
+            parameter = torch.nn.Parameter(part)
+            spmd.assert_type(parameter, {"tp": kind})
+            setattr(model, name, parameter)
+        dims = DataParallelMeshDims(shard="dp")
+        xd.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
+    model.set_gradient_divide_factor(1.0)
+    model.to_empty(device="xla")
+    for name, parameter in model.named_parameters():
+        placed = distribute_tensor(whole[name], mesh, parameter.placements)
+        parameter.data.copy_(placed)
+    rows = [torch.randn(3, 6) for _ in range(2)]
+    x = xd.from_device_values(rows, mesh["dp"])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        with spmd.set_current_mesh(mesh), checker.typecheck() if checked else nullcontext():
+            if checked:
+                spmd.assert_type(x, {"dp": V, "tp": I})
+            loss = model(x).square().sum()
+            with spmd.no_typecheck():
+                loss.backward()
+        return loss.detach()
+
+    run = xd.compile(step) if compiled else step
+    for _ in range(2):
+        losses = run(x).local_values()
+    leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
+    hidden = torch.cat(rows) * leaves["scale"] @ leaves["columns"]
+    expected = (torch.relu(hidden) @ leaves["rows"] * leaves["factor"]).square().sum()
+    expected.backward()
+    torch.testing.assert_close(losses[0] + losses[4], expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor().cpu(), leaves[name].grad)
+
+
+def test_annotations_that_fully_shard_refuses() -> None:
+    mesh = xd.init_device_mesh("xla", SHAPE, mesh_dim_names=NAMES)
+    dims = DataParallelMeshDims(shard="dp")
+    for types, message in (
+        ({"tp": I, "dp": V}, "data-parallel axis"),
+        ({"dp": R}, "no type along dim 1"),
+    ):
+        model = torch.nn.Linear(4, 4, bias=False, device="meta")
+        with spmd.set_current_mesh(mesh):
+            spmd.assert_type(model.weight, types)
+        with pytest.raises(ValueError, match=message):
+            xd.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -26,6 +27,7 @@ def install() -> None:
     on_import("spmd_types.types", _hook_names)
     on_import("spmd_types._mesh", _hook_mesh)
     on_import("spmd_types._local", _hook_local)
+    on_import("spmd_types", _hook_parameters)
 
 
 def _is_group(value: Any) -> bool:
@@ -86,7 +88,9 @@ def _normalize(original: Any, args: Any, kwargs: Any) -> Any:
 def _hook_mesh(module: Any) -> None:
     def group_of(original: Any, args: Any, kwargs: Any) -> Any:
         axis = _first(original, args, kwargs)
-        return axis if _is_group(axis) else original(*args, **kwargs)
+        group = axis if _is_group(axis) else original(*args, **kwargs)
+        _latest.group = group if _is_group(group) else None
+        return group
 
     take_over(module._pg_for_axis, group_of)
 
@@ -113,14 +117,27 @@ class _Ranks:
 
         group = _latest.group
         parts = [function(rank, x) for rank in range(group.size())]
+        if x.is_meta:  # a parameter that is dealt out before it has values
+            return _same_on_all(parts)
         own = collectives.index_in(group)
         return torch.stack(parts).index_select(0, own.reshape(1)).squeeze(0)
+
+
+def _same_on_all(parts: list[torch.Tensor]) -> torch.Tensor:
+    """What each device has of a tensor without values."""
+    if len({part.shape for part in parts}) > 1:
+        raise UnsupportedOpError(
+            f"spmd_types deals out tensors of shapes {[list(part.shape) for part in parts]}; all "
+            "devices need the same: choose a dim, or a mesh, that divides"
+        )
+    return parts[0]
 
 
 def _hook_local(module: Any) -> None:
     def mode_of(original: Any, args: Any, kwargs: Any) -> Any:
         x = _first(original, args, kwargs)
-        return _Ranks() if x.device.type == "xla" else original(*args, **kwargs)
+        ours = x.device.type == "xla" or (x.is_meta and _latest.group is not None)
+        return _Ranks() if ours else original(*args, **kwargs)
 
     def ranks_in(original: Any, args: Any, kwargs: Any) -> Any:
         group = _first(original, args, kwargs)
@@ -131,3 +148,17 @@ def _hook_local(module: Any) -> None:
 
     take_over(module._get_local_tensor_mode, mode_of)
     take_over(module._build_rank_to_group_local, ranks_in)
+
+
+# --- parameters under fully_shard ----------------------------------------------------------------
+
+
+def _hook_parameters(module: Any) -> None:
+    from xla_dtensor.parallel import annotated  # brings JAX, whose settings a command may make yet
+
+    def read(parameter: Any, parallel: Any) -> Any:
+        from xla_dtensor.ecosystem import spmd_parameters
+
+        return spmd_parameters.annotation(module, parameter, parallel)
+
+    annotated.readers.append(read)

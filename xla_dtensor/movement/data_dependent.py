@@ -33,7 +33,6 @@ from xla_dtensor.tensors.of_form import is_ours
     "aten::histogram.bin_ct",
     "aten::equal.default",
     "aten::allclose.default",
-    "aten::repeat_interleave.Tensor",
 )
 def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
@@ -114,13 +113,16 @@ def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @handles("aten::repeat_interleave.Tensor", traced=True)
+def _traced_repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With its size given it can be traced."""
+    return by_cpu_torch(func, args, kwargs) if kwargs.get("output_size") is None else NotImplemented
+
+
+@handles("aten::repeat_interleave.Tensor")
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """With its size given it can be traced; eagerly torch also compares that with the values."""
-    return (
-        NotImplemented
-        if kwargs.get("output_size") is not None
-        else by_cpu_torch(func, args, kwargs)
-    )
+    """With its size given, counts may differ from device to device: each has so many rows."""
+    own_counts = kwargs.get("output_size") is not None and args[0]._form.varying
+    return NotImplemented if own_counts else by_cpu_torch(func, args, kwargs)
 
 
 @handles("aten::index.Tensor")

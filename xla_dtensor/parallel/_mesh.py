@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from xla_dtensor import runtime
 from xla_dtensor.base.torch_private import concatenate_meshes
 from xla_dtensor.base.torch_private.attributes import flatten
 from xla_dtensor.errors import MeshError
 from xla_dtensor.mesh import current_mesh, mesh_dim_axes
+from xla_dtensor.mesh.placements import shard_after
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
+
+Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,55 @@ class DataParallel:
     def size(self) -> int:
         """The number of data-parallel devices."""
         return self.mesh.size()
+
+    def sharded_layout(
+        self, mesh: DeviceMesh, placements: Placements, dim: int
+    ) -> tuple[DeviceMesh, Placements]:
+        """As torch lays out, in shards, what is replicated over the data-parallel dims of the
+        whole mesh.
+
+        Args:
+            mesh, placements: before.
+            dim: the tensor dim to shard.
+
+        Raises:
+            ValueError: as torch: another mesh, or not replicated.
+        """
+        if mesh != self.whole_mesh:
+            raise ValueError(
+                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+                "different mesh objects"
+            )
+        names = mesh.mesh_dim_names
+        assert names is not None and self.dims is not None
+        for kind, group in (
+            ("shard", self.dims.shard_names),
+            ("replicate", self.dims.replicate_names),
+        ):
+            for name in group:
+                i = names.index(name)
+                if not isinstance(placements[i], Replicate):
+                    raise ValueError(
+                        f"Expected Replicate() on DP {kind} dim '{name}' (index {i}) but got "
+                        f"{placements[i]}"
+                    )
+        shards = [names.index(name) for name in self.dims.shard_names]
+        if len(shards) == 1:
+            new = list(placements)
+            new[shards[0]] = shard_after(dim, mesh, placements, shards[0] + 1)
+            return mesh, tuple(new)
+        # Several mesh dims that shard are one in the parameter's mesh.
+        meshes: list[DeviceMesh] = []
+        result: list[Placement] = []
+        for i, name in enumerate(names):
+            if i == shards[0]:
+                meshes.append(self.mesh)
+                result += [Replicate()] * (self.mesh.ndim - 1)
+                result.append(shard_after(dim, mesh, placements, i + 1))
+            elif name not in (*self.dims.shard_names, *self.dims.replicate_names):
+                meshes.append(mesh[name])
+                result.append(placements[i])
+        return concatenate_meshes(meshes), tuple(result)
 
 
 def data_parallel(

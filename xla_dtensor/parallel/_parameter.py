@@ -29,6 +29,7 @@ from xla_dtensor.parallel._layouts import Keep, gather, reduce_over_devices
 from xla_dtensor.parallel._settings import Settings
 from xla_dtensor.parallel._unshard import Unshard
 from xla_dtensor.parallel._whole import Accumulated, Location, UnshardedStorage, same_whole, wholes
+from xla_dtensor.parallel.annotated import annotation_of
 from xla_dtensor.parallel.offload import to_host
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.of_form import of_storage
@@ -66,13 +67,17 @@ class ManagedParameter:
         self.parallel = parallel
         self._dim = dim
         self.layout: tuple[DeviceMesh, Placements] | None = None
+        self._annotation = annotation_of(parameter, parallel)
+        if self._annotation is not None:
+            whole = self._annotation.stored(parameter, parallel)
+            parameter = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         if isinstance(parameter, XLAShardedTensor):
             self.layout = parameter.device_mesh, parameter.placements
         elif parallel.whole_mesh is not None:
             raise ValueError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
-                f"mesh (e.g. via distribute_module). Got plain tensor for parameter "
-                f"'{locations[0].name}'."
+                "mesh (e.g. via distribute_module) or have annotations of spmd_types. Got plain "
+                f"tensor for parameter '{locations[0].name}'."
             )
         self.accumulated = Accumulated(parameter.shape)
         self.whole: Any = None
@@ -127,49 +132,9 @@ class ManagedParameter:
             return parallel.mesh, tuple(over_dp)
         mesh, placements = self.layout
         if parallel.whole_mesh is not None:
-            return self._layout_on_whole_mesh(mesh, placements)
+            return parallel.sharded_layout(mesh, placements, dim)
         over_dp[parallel.shard_dim] = shard_after(dim, mesh, placements, 0)
         return concatenate_meshes([parallel.mesh, mesh]), (*over_dp, *placements)
-
-    def _layout_on_whole_mesh(
-        self, mesh: DeviceMesh, placements: Placements
-    ) -> tuple[DeviceMesh, Placements]:
-        parallel = self.parallel
-        if mesh != parallel.whole_mesh:
-            raise ValueError(
-                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
-                "different mesh objects"
-            )
-        names = mesh.mesh_dim_names
-        assert names is not None and parallel.dims is not None
-        for kind, group in (
-            ("shard", parallel.dims.shard_names),
-            ("replicate", parallel.dims.replicate_names),
-        ):
-            for name in group:
-                i = names.index(name)
-                if not isinstance(placements[i], Replicate):
-                    raise ValueError(
-                        f"Expected Replicate() on DP {kind} dim '{name}' (index {i}) but got "
-                        f"{placements[i]}"
-                    )
-        shards = [names.index(name) for name in parallel.dims.shard_names]
-        if len(shards) == 1:
-            new = list(placements)
-            new[shards[0]] = shard_after(self._dim, mesh, placements, shards[0] + 1)
-            return mesh, tuple(new)
-        # Several mesh dims that shard are one in the parameter's mesh.
-        meshes: list[DeviceMesh] = []
-        result: list[Placement] = []
-        for i, name in enumerate(names):
-            if i == shards[0]:
-                meshes.append(parallel.mesh)
-                result += [Replicate()] * (parallel.mesh.ndim - 1)
-                result.append(shard_after(self._dim, mesh, placements, i + 1))
-            elif name not in (*parallel.dims.shard_names, *parallel.dims.replicate_names):
-                meshes.append(mesh[name])
-                result.append(placements[i])
-        return concatenate_meshes(meshes), tuple(result)
 
     # --- the whole parameter -----------------------------------------------------------------
 
@@ -193,7 +158,8 @@ class ManagedParameter:
             form = self.form(parameter._form, global_view)
             whole = UnshardedStorage(self, global_view, form, parameter._storage_.version)
             tensor = of_storage(self.gather_again(whole), form)
-            self._put(tensor.requires_grad_(parameter.requires_grad))
+            with torch.enable_grad():  # backward's is off
+                self._put(tensor.requires_grad_(parameter.requires_grad))
 
     def swap_out(self) -> None:
         """Put the parameter back."""
@@ -204,9 +170,11 @@ class ManagedParameter:
             self.whole = None
 
     def _put(self, tensor: torch.Tensor) -> None:
-        make_parameter(tensor)
-        if self.spans_mesh:  # also what each device contributes by a to_local() of its own
+        if self._annotation is not None:
+            tensor = self._annotation.handed_out(tensor, self.parallel)
+        elif self.spans_mesh:  # also what each device contributes by a to_local() of its own
             tensor._summed = self.parallel.numbers_in_whole_mesh
+        make_parameter(tensor)
         for location in self.locations:
             location.put(tensor)
         self.whole = tensor

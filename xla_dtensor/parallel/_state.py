@@ -243,7 +243,13 @@ def _hooks(
             whole = wholes.get(tensor._storage_)
             if whole is not None and whole.reshard:
                 return _Recipe(whole, type(tensor), tensor._form, tensor._steps)
-        return tensor if beneath is None else _Beneath(beneath[0](tensor))
+        if beneath is not None:
+            return _Beneath(beneath[0](tensor))
+        if is_ours(tensor) and tensor.grad_fn is not None:
+            # It may be the result of the very node that saves it: kept itself, they would keep each
+            # other alive for ever. torch puts the history back.
+            return type(tensor)(tensor._storage_, tensor._form, tensor._steps)
+        return tensor
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _Recipe):

@@ -74,6 +74,11 @@ class RankLoaders:
         for loader in self.loaders:
             loader.load_state_dict(state)
 
+    def close(self) -> None:
+        """Each ends its threads."""
+        for loader in self.loaders:
+            loader.close()
+
 
 def together(batches: list[Any], mesh: Any) -> Any:
     """One batch, in which each tensor is `RankValues` of those in ``batches``."""

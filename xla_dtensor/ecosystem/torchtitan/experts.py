@@ -88,13 +88,13 @@ class Sizes:
 
 
 def hook_experts(module: Any) -> None:
-    """``torchtitan.models.common.moe`` of 0.3.0."""
+    """``torchtitan.models.common.moe`` of 0.3.0 and after it."""
     if hasattr(module, "RoutedExperts"):
         take_over(module.RoutedExperts.forward, _count_own_tokens)
 
 
 def hook_dispatcher(module: Any) -> None:
-    """``torchtitan.models.common.token_dispatcher`` of 0.3.0."""
+    """``torchtitan.models.common.token_dispatcher`` of 0.3.0 and after it."""
     dispatcher = module.AllToAllTokenDispatcher
     take_over(dispatcher.wire_meshes, _make_counter)
     take_over(dispatcher.dispatch, _dispatch)
@@ -112,10 +112,13 @@ def _given(original: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def _count_own_tokens(original: Any, args: Any, kwargs: Any) -> Any:
     """torchtitan counts the tokens of a sharded tensor, and takes each device's part of the pending
     sum. That is one number here, cut up in no particular way (docs/design.md), so each device's
-    own tokens are counted."""
+    own tokens are counted. Under ``spmd_types`` tensors are each device's already."""
+    from torchtitan.distributed.utils import get_spmd_backend
+
     given = _given(original, args, kwargs)
-    chosen = given["topk_expert_ids_BLK"]
-    if chosen.device.type == "xla":
+    # The letters behind are the dims', which are others after 0.3.0.
+    (chosen,) = (x for name, x in given.items() if name.startswith("topk_expert_ids_"))
+    if chosen.device.type == "xla" and get_spmd_backend() != "spmd_types":
         experts = given["self"].inner_experts.num_experts
         kinds = torch.arange(experts, device=chosen.device)
         counts = (chosen.reshape(-1, 1) == kinds).sum(0)

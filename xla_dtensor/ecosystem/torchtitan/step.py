@@ -34,14 +34,27 @@ _done = _Done()
 
 
 def hook_trainer(module: Any) -> None:
-    """``torchtitan.trainer`` of 0.3.0."""
+    """``torchtitan.trainer`` of 0.3.0 and after it."""
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.distributed import utils
 
     take_over(module.Trainer.train_step, _train_step)
+    validate = getattr(module.Trainer.Config, "_validate_cuda_graphs", None)
+    if validate is not None:
+        take_over(validate, _validate)
     take_over(utils.clip_grad_norm_, _clip)
     take_over(OptimizersContainer.step, _update)
     take_over(OptimizersContainer.zero_grad, _forget_gradients)
+
+
+def _validate(original: Any, args: Any, kwargs: Any) -> None:
+    """After 0.3.0 the config refuses a CUDA graph of experts whose dispatcher asks the host for
+    sizes. Ours doesn't."""
+    from torchtitan.tools.utils import device_type
+
+    parallelism = args[0].parallelism
+    if device_type != "xla" or parallelism.pipeline_parallel_degree > 1:
+        original(*args, **kwargs)
 
 
 def _train_step(original: Any, args: Any, kwargs: Any) -> Any:
