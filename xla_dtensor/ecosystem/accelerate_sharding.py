@@ -153,8 +153,7 @@ def _batches(original: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
     state = AcceleratorState._shared_state
     mesh = state.get("device_mesh") if state.get("fsdp_plugin") is not None else None
-    device = args[0].device
-    if mesh is None or mesh.device_type != "xla" or device is None or device.type != "xla":
+    if mesh is None or mesh.device_type != "xla":
         return original(*args, **kwargs)
     return (
         recursively_apply(lambda tensor: _in_parts(tensor, mesh), batch)
