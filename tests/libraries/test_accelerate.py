@@ -265,6 +265,9 @@ def test_its_own_variable(chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> No
     with chosen("cpu"):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "xla")
         assert Accelerator().device == torch.device("xla:0")
+    with chosen("xla"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        assert Accelerator().device == torch.device("cpu")
 
 
 def test_simulated_devices_are_not_taken(chosen: Chosen) -> None:

@@ -54,8 +54,8 @@ def _set_device(original: Any, args: Any, kwargs: Any) -> None:
     state = args[0]
     if state._cpu:
         return
-    asked = state.device.type == "xla"  # ACCELERATE_TORCH_DEVICE
-    device = torch.device("xla", 0) if asked else device_for(state.device)
+    own = os.environ.get("ACCELERATE_TORCH_DEVICE")  # goes before what we would choose
+    device = state.device if own else device_for(state.device)
     if device.type != "xla":
         return
     try:
@@ -63,7 +63,7 @@ def _set_device(original: Any, args: Any, kwargs: Any) -> None:
     except UnsupportedOpError:
         type(state)._reset_state()  # or the next one would find this one ready
         raise
-    state.device = device
+    state.device = torch.device("xla", 0)
 
 
 def _state(original: Any, args: Any, kwargs: Any) -> None:
