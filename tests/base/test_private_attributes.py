@@ -49,7 +49,8 @@ OURS = {
 
 # Of other libraries, each in the modules that are about it.
 LIBRARIES = {
-    "ecosystem.accelerate": "_cpu _reset_state _shared_state",
+    "ecosystem.accelerate": "_cpu _mixed_precision _optimizers _prepare_device_mesh _prepare_tp"
+    " _reset_state _shared_state _validate_accelerator",
     "ecosystem.huggingface_hub": "_get_unique_id",
     "ecosystem.lightning": "_AcceleratorConnector _Connector _atomic_save _check_and_init_precision"
     " _check_strategy_and_fallback _choose_auto_accelerator _collect_rng_states _device_mesh"

@@ -230,6 +230,7 @@ class OnDevice(torch.utils.data.Dataset):
 
     def __init__(self, use):
         self.data, self.use = torch.arange(8.0).to("xla"), use
+        self.data.loss = (self.data.clone().requires_grad_() * 3).sum().cpu()
 
     def __len__(self):
         return 8
@@ -244,6 +245,7 @@ USES = {
     "moving": lambda data, index: torch.ones(3).to("xla").cpu(),
     "making": lambda data, index: torch.zeros(2, device="xla").cpu(),
     "printing": lambda data, index: torch.tensor(len(repr(data))),
+    "backward": lambda data, index: data.loss.backward(),
 }
 
 
@@ -255,6 +257,27 @@ def test_workers_that_use_the_device_raise_and_do_not_hang(use):
         list(loader)
     assert not torch.xla._is_in_bad_fork()
     assert torch.ones(2, device="xla").sum().item() == 2
+
+
+class OnCpu(torch.utils.data.Dataset):
+    """A dataset whose workers train, on the CPU."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        model(torch.full((2,), float(index))).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        return model.weight.detach()
+
+
+def test_workers_may_train_on_the_cpu():
+    """accelerate's ``notebook_launcher`` forks, too, after the devices were used."""
+    torch.ones(2, device="xla").sum().item()
+    (found,) = DataLoader(OnCpu(), batch_size=2, num_workers=1, timeout=60)
+    assert torch.equal(found, torch.tensor([[[1.0, 1.0]], [[-1.0, -1.0]]]))
 
 
 def test_what_could_not_be_computed_is_told_once():

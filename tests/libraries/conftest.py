@@ -43,6 +43,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Chosen]:
 
 
 def _forget() -> None:
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it where it gets a plugin
     with contextlib.suppress(ImportError):
         from accelerate.state import AcceleratorState, GradientState
 

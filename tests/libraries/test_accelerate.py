@@ -40,10 +40,15 @@ def sharded(way: str) -> nn.Module:
 
 
 def train(
-    made: nn.Module, folder: Path | None = None, *, resume: bool = False, precision: str = "no"
+    made: nn.Module,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    precision: str = "no",
+    **plugins: Any,
 ) -> tuple[list[float], Accelerator]:
     """The losses of all steps, or of those after the one that was saved."""
-    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision)
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision, **plugins)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     generator = torch.Generator().manual_seed(1)
@@ -102,6 +107,117 @@ def full(value: Any) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, xd.XLAShardedTensor) else value).detach().cpu()
 
 
+def plugin(**options: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=32, **options
+    )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2, "dp_shard_size": 4}])
+def test_fsdp2(chosen: Chosen, expected: list[float], sizes: Any, tmp_path: Path) -> None:
+    """accelerate shards the model that it is given, an optimizer that was made before has the new
+    parameters, and batches lie in parts. A checkpoint goes on."""
+    options = {"parallelism_config": ParallelismConfig(**sizes)} if sizes else {}
+    with chosen("xla"):
+        made = model()
+        losses, accelerator = train(made, tmp_path, fsdp_plugin=plugin(), **options)
+        (loader,) = accelerator._dataloaders
+        first = next(iter(loader))[0]
+        assert all(placement.is_shard(0) for placement in first.placements)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert all(each.placements[-1].is_shard() for each in made.parameters())
+    (optimizer,) = accelerator._optimizers
+    state = optimizer.state[made[0].weight]
+    assert state["exp_avg"].placements == made[0].weight.placements
+    with chosen("xla"):
+        again = model()
+        losses, _ = train(again, tmp_path, resume=True, fsdp_plugin=plugin(), **options)
+    assert losses == pytest.approx(expected[SAVED + 1 :], rel=1e-5)
+    for a, b in zip(made.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(full(a), full(b))
+
+
+def test_fsdp2_options(chosen: Chosen, expected: list[float]) -> None:
+    with chosen("xla"):
+        losses, _ = train(model(), fsdp_plugin=plugin(activation_checkpointing=True))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    with chosen("xla"):
+        made = model()
+        losses, _ = train(made, precision="bf16", fsdp_plugin=plugin())
+    assert losses == pytest.approx(expected, rel=1e-2) and losses != expected
+    assert made[0].weight.dtype == torch.float32
+
+
+def test_fsdp2_takes_an_optimizer_that_has_stepped(chosen: Chosen) -> None:
+    def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = model()
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        made(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return made, optimizer
+
+    def again(made: Any, optimizer: Any, device: str) -> None:
+        made(torch.ones(4, 8, device=device)).square().sum().backward()
+        optimizer.step()
+
+    reference, its = stepped()
+    again(reference, its, "cpu")
+    with chosen("xla"):
+        made, optimizer = Accelerator(fsdp_plugin=plugin()).prepare(*stepped())
+        again(made, optimizer, "xla")
+    for a, b in zip(made.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(a), b.detach())
+
+
+def test_fsdp2_wants_the_optimizer(chosen: Chosen) -> None:
+    with chosen("xla"), pytest.raises(ValueError, match="must be passed together"):
+        Accelerator(fsdp_plugin=plugin()).prepare(model())
+
+
+def test_a_tensor_parallel_model(chosen: Chosen, tmp_path: Path) -> None:
+    """transformers' plan, over the mesh of accelerate's config."""
+    transformers = pytest.importorskip("transformers", reason="make test-libraries")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=32, **sizes, **heads)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokens = torch.randint(0, 32, (4, 6), generator=torch.Generator().manual_seed(1))
+
+    def losses(plan: dict[str, Any], resume: bool = False, **options: Any) -> list[float]:
+        accelerator = Accelerator(**options)
+        made = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", **plan)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        made, optimizer = accelerator.prepare(made, optimizer)
+        if plan:
+            weight = made.model.layers[0].self_attn.q_proj.weight
+            assert weight.device_mesh == accelerator.torch_device_mesh["tp"]
+            assert weight.placements[0].is_shard()
+        if resume:
+            accelerator.load_state(str(tmp_path / "state"))
+        found = []
+        for step in range(2 if resume else 4):
+            ids = tokens.to(accelerator.device)
+            loss = made(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(made.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(accelerator.gather(loss.detach()).item())
+            if plan and not resume and step == 1:
+                accelerator.save_state(str(tmp_path / "state"))
+        return found
+
+    with chosen("cpu"):
+        expected = losses({})
+    for resume in (False, True):
+        with chosen("xla"):
+            options = {"parallelism_config": ParallelismConfig(tp_size=4)}
+            found = losses({"tp_plan": "auto"}, resume, **options)
+        assert found == pytest.approx(expected[2 * resume :], rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision(chosen: Chosen, expected: list[float], precision: str, tmp_path: Path) -> None:
     """fp16 with a scaler of the device, which is saved, too."""
@@ -149,6 +265,9 @@ def test_its_own_variable(chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> No
     with chosen("cpu"):
         monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "xla")
         assert Accelerator().device == torch.device("xla:0")
+    with chosen("xla"):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+        assert Accelerator().device == torch.device("cpu")
 
 
 def test_simulated_devices_are_not_taken(chosen: Chosen) -> None:
@@ -164,8 +283,10 @@ def test_the_cpu_when_asked_for(chosen: Chosen) -> None:
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("fsdp_plugin", lambda: FullyShardedDataParallelPlugin(fsdp_version=2)),
-        ("parallelism_config", lambda: ParallelismConfig(tp_size=2)),
+        ("fsdp_plugin", lambda: FullyShardedDataParallelPlugin(fsdp_version=1)),
+        ("parallelism_config", lambda: ParallelismConfig(dp_replicate_size=2)),
+        ("parallelism_config", lambda: ParallelismConfig(dp_shard_size=2, tp_size=4)),
+        ("parallelism_config", lambda: ParallelismConfig(cp_size=2)),
     ],
 )
 def test_plugins_are_refused(chosen: Chosen, name: str, make: Any) -> None:

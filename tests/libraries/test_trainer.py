@@ -152,7 +152,7 @@ def test_what_it_is_told(chosen: Chosen, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_fsdp_is_refused(chosen: Chosen, tmp_path: Path) -> None:
-    with chosen("xla"), pytest.raises(UnsupportedOpError, match="fsdp_plugin on the xla device"):
+    with chosen("xla"), pytest.raises(UnsupportedOpError, match=r"\(fsdp=...\) on the xla device"):
         trainer(tmp_path, model(), fsdp="full_shard")
 
 

@@ -2,9 +2,8 @@
 
 transformers' Trainer and trl compute with it. The device is "xla" where `device_choice` says so.
 
-accelerate starts a process per device. Here it is one process with the one device ``xla:0``; its
-ways to shard a model are refused, as they would do nothing in one process. Read and checked in
-1.15.0.
+accelerate starts a process per device. Here it is one process with the one device ``xla:0``;
+`accelerate_sharding` has its ways to shard a model. Read and checked in 1.15.0.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.ecosystem import random_states
+from xla_dtensor.ecosystem import accelerate_sharding, random_states
 from xla_dtensor.ecosystem.device_choice import device_for, refuse_processes
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
@@ -28,6 +27,8 @@ def install() -> None:
     on_import("accelerate.state", _hook_state)
     on_import("accelerate.utils.modeling", lambda m: take_over(m.get_grad_scaler, _scaler))
     on_import("accelerate.checkpointing", _hook_checkpoints)
+    on_import("accelerate.accelerator", accelerate_sharding.install)
+    on_import("accelerate.data_loader", accelerate_sharding.install_loaders)
 
 
 def on_xla() -> bool:
@@ -53,8 +54,8 @@ def _set_device(original: Any, args: Any, kwargs: Any) -> None:
     state = args[0]
     if state._cpu:
         return
-    asked = state.device.type == "xla"  # ACCELERATE_TORCH_DEVICE
-    device = torch.device("xla", 0) if asked else device_for(state.device)
+    own = os.environ.get("ACCELERATE_TORCH_DEVICE")  # goes before what we would choose
+    device = state.device if own else device_for(state.device)
     if device.type != "xla":
         return
     try:
@@ -62,34 +63,23 @@ def _set_device(original: Any, args: Any, kwargs: Any) -> None:
     except UnsupportedOpError:
         type(state)._reset_state()  # or the next one would find this one ready
         raise
-    state.device = device
+    state.device = torch.device("xla", 0)
 
 
 def _state(original: Any, args: Any, kwargs: Any) -> None:
-    original(*args, **kwargs)
     state = args[0]
-    if state.device.type != "xla":
+    is_first = not state.initialized
+    original(*args, **kwargs)
+    if state.device.type != "xla" or not is_first:  # accelerate doesn't look at later ones, either
         return
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    ways = {
-        "fsdp_plugin": "xd.fully_shard(model, mesh=mesh)",
-        "torch_tp_plugin": "torch's parallelize_module(model, mesh, plan)",
-        "deepspeed_plugin": "xd.parallel.zero(model, optimizer, mesh)",
-        "megatron_lm_plugin": "torch's parallelize_module(model, mesh, plan)",
-    }
-    refused = [name for name in ways if given.get(name) is not None]
-    config = given.get("parallelism_config")
-    if config is not None and config.total_size > 1:
-        refused.append("parallelism_config")
-        ways["parallelism_config"] = "xd.fully_shard(model, mesh=mesh['dp'])"
-    if refused:
+    try:
+        accelerate_sharding.take_plugin(state, given)
+    except UnsupportedOpError:
         # A plugin that was given sets this, too, and the next Accelerator would make one by it.
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         type(state)._reset_state(reset_partial_state=True)
-        raise UnsupportedOpError(
-            f"accelerate's {refused[0]} on the xla device: it is for a process per device. Shard "
-            f"the model before accelerator.prepare, by {ways[refused[0]]}, and leave it out"
-        )
+        raise
 
 
 def _scaler(original: Any, args: Any, kwargs: Any) -> Any:

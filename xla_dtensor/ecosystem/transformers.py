@@ -20,7 +20,7 @@ from torch import nn
 
 from xla_dtensor.base import ours
 from xla_dtensor.base.torch_private.attributes import parameters_of
-from xla_dtensor.ecosystem import transformers_generate
+from xla_dtensor.ecosystem import accelerate_sharding, transformers_generate
 from xla_dtensor.errors import MeshMismatchError, UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import Handler, take_over
@@ -136,10 +136,10 @@ def _open_size(config: Any) -> int:
 
 
 def _current() -> Any:
-    """The tensor-parallel mesh that the user has made current, or None."""
+    """The tensor-parallel mesh that the user has made current, or accelerate's, or None."""
     from xla_dtensor.mesh import current_mesh
 
-    mesh = current_mesh()
+    mesh = current_mesh() or accelerate_sharding.tensor_parallel_mesh()
     if mesh is None or mesh.device_type != "xla" or mesh.ndim == 1:
         return mesh
     if "tp" not in (mesh.mesh_dim_names or ()):

@@ -11,6 +11,7 @@ import torch
 
 from xla_dtensor.ecosystem import accelerate, random_states
 from xla_dtensor.ecosystem.device_choice import device_for
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -56,5 +57,25 @@ def _hook_trainer(module: Any) -> None:
         if checkpoint is not None and accelerate.on_xla():
             random_states.load(checkpoint)
 
+    take_over(trainer.create_accelerator_and_postprocess, _refuse_plugins)
     take_over(trainer._save_rng_state, saved)
     take_over(trainer._load_rng_state, loaded)
+
+
+def _refuse_plugins(original: Any, args: Any, kwargs: Any) -> None:
+    """The Trainer divides the number of processes by such a config's sizes, and saves by FSDP's
+    own functions, which ask each process for its part."""
+    arguments = args[0].args
+    config = arguments.parallelism_config
+    asked = {
+        "fsdp=": arguments.fsdp_plugin_args is not None,
+        "parallelism_config=": config is not None and config.total_size > 1,
+    }
+    if arguments.device.type == "xla" and any(asked.values()):
+        name = next(name for name, is_asked in asked.items() if is_asked)
+        raise UnsupportedOpError(
+            f"TrainingArguments({name}...) on the xla device: it is for a process per device. "
+            "Shard the model before the Trainer is made, by xd.fully_shard(model, mesh=mesh['dp']) "
+            'or from_pretrained(tp_plan="auto"), and leave it out'
+        )
+    original(*args, **kwargs)

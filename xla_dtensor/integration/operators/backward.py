@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor, interrupts, torch_private
+from xla_dtensor.base import executor, forked, interrupts, torch_private
 from xla_dtensor.errors import UnsupportedOpError
 
 _CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def install() -> None:
                 # The end of a pass is the same place in each step, so the batch's program is found
                 # again. In a trace the pass is part of that, which a batch may be launching (a JAX
                 # function whose gradient is torch's).
-                if executor.trace() is None:
+                if executor.trace() is None and not forked.is_child():
                     lazy.flush()
                 return result
             except SystemError:  # "returned NULL without setting an exception"
@@ -64,9 +64,10 @@ def install() -> None:
                 return original(outputs, *args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         to_leaves = given.get("accumulate_grad", True) and not given.get("inputs")
-        executor.current().backward(outputs, bool(given.get("keep_graph")), to_leaves)
-        if not interrupts.ready():
-            interrupts.install()
+        if not forked.is_child():  # where CPU tensors have gradients, and xla operations raise
+            executor.current().backward(outputs, bool(given.get("keep_graph")), to_leaves)
+            if not interrupts.ready():
+                interrupts.install()
         return complete(outputs, *args, **kwargs)
 
     torch_private.replace("run_backward", run_backward)
