@@ -148,6 +148,7 @@ class AxisChoice:
 
     Attributes:
         found: whether there is a solution.
+        by_clock: whether the clock has ended the search for it (`highs.py`).
     """
 
     def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
@@ -320,6 +321,7 @@ class AxisChoice:
         for allowed, groups in points:
             self._bound(program, variables, allowed, groups)
         values = program.solve(roughly=bool(points))
+        self.by_clock = program.by_clock
         if values is None:
             return False
         for group, own in variables.items():

@@ -298,6 +298,8 @@ class _Search:
             have = self._memory
             memories = [have] if have is None else [have, _ENOUGH * have]
             for solution in problem.solutions(plain.batch, memories, self._scattered, pinned):
+                if solution.choice.by_clock:
+                    self._errors.add("the clock has ended HiGHS: another run may find others")
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
                     name: solution.parameters.get(first, (None,) * len(mesh))
