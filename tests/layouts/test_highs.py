@@ -95,6 +95,7 @@ def busy() -> Iterator[None]:
             other.wait()
 
 
+@pytest.mark.slow
 def test_the_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the work ends a search, what it has found doesn't depend on how fast that was."""
     alone = run(slowed=False)
