@@ -147,8 +147,7 @@ class AxisChoice:
         points: at which memory is short, and how much there is of it.
 
     Attributes:
-        found: whether there is a solution.
-        by_clock: whether the clock has ended the search for it (`highs.py`).
+        found, by_clock: whether there is a solution, and the clock has ended the search (`highs.py`).
     """
 
     def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
@@ -306,8 +305,7 @@ class AxisChoice:
 
     def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
         """Choose for what wasn't eliminated."""
-        program = IntegerProgram()
-        variables: dict[Group, list[int]] = {}
+        program, variables = IntegerProgram(), dict[Group, list[int]]()
         for group in self._states:
             if group in self._sum.own:
                 costs = self._sum.own[group]
