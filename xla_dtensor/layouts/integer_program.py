@@ -147,7 +147,7 @@ class AxisChoice:
         points: at which memory is short, and how much there is of it.
 
     Attributes:
-        found, by_clock: whether there is a solution, and the clock has ended the search (`highs.py`).
+        found, by_clock: whether there is a solution, and whether the clock has ended the search.
     """
 
     def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
