@@ -10,7 +10,6 @@ from torch import nn
 
 import xla_dtensor as xd
 from tests.planning.gpus import needs_gpu_compiler
-from tests.planning.tpus import needs_libtpu
 from tests.tuning.programs import Model, batch, build, training
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.tuning import Configuration, Tuned, tuner
@@ -293,12 +292,6 @@ def test_the_compiler_of_absent_gpus_is_asked() -> None:
     found = xd.tune(build(), batch(64), topology="h100:1x8", top=2)
     assert [trial.known_by for trial in found.trials[:2]] == ["compiler"] * 2
     assert not any(trial.error for trial in found.trials)
-
-
-@needs_libtpu
-def test_the_compiler_of_absent_tpus_is_asked() -> None:
-    found = xd.tune(build(), batch(64), topology="v5e:2x4", top=1)
-    assert found.trials[0].known_by == "compiler" and found.trials[0].fits
 
 
 def test_microbatches_that_nobody_makes() -> None:
