@@ -22,7 +22,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -150,7 +150,9 @@ def build_of(sizes: Sizes) -> Callable[[Any], Callable[..., Any]]:
     return build
 
 
-def looked_for(case: Case, top: int, minutes: float) -> Tuned:
+def looked_for(
+    case: Case, top: int, minutes: float, pinned: Mapping[str, Any] | None = None
+) -> Tuned:
     sizes = dataclasses.replace(Sizes(**MODELS[case.model]), seq=case.seq)
     tokens = torch.zeros(case.rows, case.seq, dtype=torch.int32)
     return xd.tune(
@@ -159,6 +161,7 @@ def looked_for(case: Case, top: int, minutes: float) -> Tuned:
         topology=case.topology,
         top=top,
         mesh=case.mesh,
+        pinned=pinned,
         recompute=("nothing",),  # each layer is by itself
         minutes=minutes,
     )

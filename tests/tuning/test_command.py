@@ -90,3 +90,24 @@ def test_the_devices_that_are_here(script: Path, capsys: pytest.CaptureFixture[s
     assert main([str(script), "--topology", "here", "--mesh", "tp=8"]) == 0
     said = capsys.readouterr().out
     assert "xd.tune for cpu:8" in said and "best: --mesh dp=1,tp=8" in said
+
+
+def test_sizes_among_the_scripts_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that makes its mesh, or several, of what it is told, as torchtitan does."""
+    path = tmp_path / "train.py"
+    known = "assert int(sys.argv[2]) != 4, 'no four'\nmesh = xd.init_device_mesh("
+    text = SCRIPT.replace(', mesh_dim_names=("dp", "tp")', "").replace(
+        "(1, 1)", "(int(sys.argv[1][5:]), int(sys.argv[2]))"
+    )
+    path.write_text("import sys" + text.replace("mesh = xd.init_device_mesh(", known))
+    command = [str(path), "--topology", "cpu:8", "--mesh", "dp=2"]
+    assert main([*command, "--", "--dp={dp}", "{tp}"]) == 1  # the only one is refused
+    said = capsys.readouterr()
+    assert "AssertionError: no four" in said.out
+    command[-1] = "tp=2"
+    assert main([*command, "--", "--dp={dp}", "{tp}", "{}"]) == 0
+    assert "best: --dp=4 2 '{}'" in capsys.readouterr().out
+    command[-1] = "ep=2"
+    assert main([*command, "--", "--dp={dp}", "{tp}"]) == 2

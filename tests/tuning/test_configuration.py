@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
-from tests.tuning.programs import Model, batch, build
+from tests.tuning.programs import Model, batch, build, training
 from xla_dtensor.tuning import Configuration
-from xla_dtensor.tuning.configuration import pattern_of, repeated_layers
+from xla_dtensor.tuning.configuration import attentions, pattern_of, repeated_layers
 
 PARAMETERS = {
     **{f"layers.{i}.up.weight": (None, 0) for i in range(3)},
@@ -23,6 +23,7 @@ PARAMETERS = {
 CONFIGURATIONS = {
     "tensor parallel": Configuration({"dp": 2, "tp": 4}, (0, None), "nothing", PARAMETERS),
     "computed again": Configuration({"dp": 2, "tp": 4}, (0, None), "layers", PARAMETERS),
+    "attention computed again": Configuration({"dp": 8}, (0,), "attention"),
     "whole": Configuration({"dp": 8}, (0,)),
     "both on one dim": Configuration(
         {"dp": 2, "fsdp": 4}, (0, 0), "nothing", {f"layers.{i}.up.weight": (0, 0) for i in range(3)}
@@ -62,6 +63,48 @@ def test_its_code_does_the_same(name: str) -> None:
         assert there["place"](x).placements == own.place(x)[0].placements
     again = [type(layer.forward).__name__ for m in (theirs, ours) for layer in m.layers]
     assert set(again) == {"partial" if own.recompute == "layers" else "method"}
+
+
+class Attending(nn.Module):
+    """A block whose attention is computed again; neither its norm nor attention's own parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.self_attn = nn.MultiheadAttention(width, 4, batch_first=True, bias=False)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU())
+        self.out = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.attention_norm(x)
+        x = x + self.self_attn(h, h, h, need_weights=False)[0]
+        return x + self.out(self.feed_forward(x))
+
+
+def attending() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Sequential(*(Attending(64) for _ in range(2))))
+
+
+def test_attention_alone_is_computed_again() -> None:
+    model = attending()
+    assert attentions(model) == [layer.self_attn for layer in model[1]]
+    assert attentions(Model(64, 3)) == []
+    own = Configuration({"dp": 8}, (0,), "attention", {"1.0.out.weight": (0,)})
+    there: dict[str, Any] = {}
+    exec(compile(own.as_code(), "<code>", "exec"), there)
+    for parallelize in (own.apply, there["parallelize"]):
+        changed = [
+            name
+            for name, module in parallelize(copy.deepcopy(model)).named_modules()
+            if type(module.forward).__name__ == "partial"
+        ]
+        assert changed == ["1.0.self_attn", "1.1.self_attn"]
+    data = (torch.randn(8, 16, 64, generator=torch.Generator().manual_seed(1)),)
+    same = training(attending, torch.optim.SGD, 0.1)
+    expected, step = same(lambda model: model), xd.compile(same(own.apply))
+    for _ in range(2):
+        loss = step(*own.place(*data)).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
 
 
 def test_equal_layers_are_one_line() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import xla_dtensor as xd
+from tests.planning.gpus import needs_gpu_compiler
 from tests.tuning.programs import Model, batch, build, training
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.tuning import Configuration, Tuned, tuner
@@ -124,7 +125,7 @@ def test_nothing_fits() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match='has "nothing" and "layers"'):
+    with pytest.raises(ValueError, match="has nothing, attention, layers"):
         xd.tune(build(), batch(8), topology="cpu:8", recompute=("all",))
     with pytest.raises(ValueError, match="reserve=2"):
         xd.tune(build(), batch(8), topology="cpu:8", reserve=2)
@@ -257,6 +258,40 @@ def test_microbatches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         loss = step(*best.place(*data)).full_tensor().cpu()
         torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short, before whole layers are; the estimate of memory is between both."""
+
+    def attending() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, bias=False)
+        return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    data = (torch.randn(8, 64, 64),)
+    given: Any = {"topology": "cpu:8", "dims": ("dp",), "top": 0}
+    plenty = xd.tune(training(attending), data, **given)
+    assert [trial.configuration.recompute for trial in plenty.trials] == ["nothing"]
+    search = tuner._Search.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        search(self, *args)
+        self._memory = 1.0
+
+    monkeypatch.setattr(tuner._Search, "__init__", short)
+    found = xd.tune(training(attending), data, **given)
+    memory: dict[str, float] = {}
+    for trial in found.trials:
+        own = memory.setdefault(trial.configuration.recompute, trial.memory)
+        memory[trial.configuration.recompute] = min(own, trial.memory)
+    assert memory["layers"] < memory["attention"] < memory["nothing"]
+
+
+@needs_gpu_compiler
+def test_the_compiler_of_absent_gpus_is_asked() -> None:
+    """By threads that know nothing of the `xd.abstract` block in which steps are traced."""
+    found = xd.tune(build(), batch(64), topology="h100:1x8", top=2)
+    assert [trial.known_by for trial in found.trials[:2]] == ["compiler"] * 2
+    assert not any(trial.error for trial in found.trials)
 
 
 def test_microbatches_that_nobody_makes() -> None:

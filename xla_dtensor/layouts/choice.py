@@ -86,7 +86,9 @@ class Choice:
         used: axes that cut an input or a result.
 
     Attributes:
-        found: whether there are layouts, found in the time that this may take.
+        found: whether there are layouts, found with the work that this may take.
+        by_clock: whether the clock has ended a search on the way (`highs.py`): another run may find
+            other ones.
         too_many: bytes of a device more than there are, by an estimate (`memory.py`).
         states: the dim that each unit shards of a group.
         factors: of each node, by what each unit cuts it.
@@ -97,7 +99,7 @@ class Choice:
         self, graph: Graph, sizes: Mapping[str, int], units: Sequence[Unit], used: set[str]
     ) -> None:
         self.graph, self.sizes, self.units, self.used = graph, sizes, units, used
-        self.found, self.too_many = True, 0.0
+        self.found, self.by_clock, self.too_many = True, False, 0.0
         self.states: dict[Group, dict[Unit, State]] = {}
         self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
         self.options: dict[Unit, list[list[Factor]]] = {}
@@ -106,7 +108,7 @@ class Choice:
     def copy(self) -> Choice:
         """The same, to be changed."""
         other = Choice(self.graph, self.sizes, self.units, self.used)
-        other.found, other.too_many = self.found, self.too_many
+        other.found, other.by_clock, other.too_many = self.found, self.by_clock, self.too_many
         other.states = {group: {**of_units} for group, of_units in self.states.items()}
         other.factors = [{**of_units} for of_units in self.factors]
         other.options = {**self.options}

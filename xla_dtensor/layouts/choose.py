@@ -119,11 +119,12 @@ def choices(
     chooser.settle(chooser.start())
     unbound, alive = chooser.choice, None
     for memory in memories:
-        if memory is None:
-            yield unbound
-        else:
+        found = unbound
+        if memory is not None:
             alive = alive or Alive(jaxpr, graph)
-            yield chooser.fit(unbound, memory, alive)
+            found = chooser.fit(unbound, memory, alive)
+        found.by_clock = chooser.by_clock
+        yield found
 
 
 class _Chooser:
@@ -158,6 +159,7 @@ class _Chooser:
         }
         self._used = used
         self._points: list[Point] = []
+        self.by_clock = False
         self.choice = self._nothing()
 
     def _nothing(self) -> Choice:
@@ -227,6 +229,7 @@ class _Chooser:
             scattered=self._scattered,
         )
         found = AxisChoice(self._graph, axis, self._points)
+        self.by_clock |= found.by_clock
         if found.found:
             self.choice.cut(unit, found)
         return found.found

@@ -147,7 +147,7 @@ class AxisChoice:
         points: at which memory is short, and how much there is of it.
 
     Attributes:
-        found: whether there is a solution.
+        found, by_clock: whether there is a solution, and whether the clock has ended the search.
     """
 
     def __init__(self, graph: Graph, axis: AxisCosts, points: Sequence[Point] = ()) -> None:
@@ -305,8 +305,7 @@ class AxisChoice:
 
     def _solve(self, together: Sequence[_Ways], points: Sequence[Point]) -> bool:
         """Choose for what wasn't eliminated."""
-        program = IntegerProgram()
-        variables: dict[Group, list[int]] = {}
+        program, variables = IntegerProgram(), dict[Group, list[int]]()
         for group in self._states:
             if group in self._sum.own:
                 costs = self._sum.own[group]
@@ -320,6 +319,7 @@ class AxisChoice:
         for allowed, groups in points:
             self._bound(program, variables, allowed, groups)
         values = program.solve(roughly=bool(points))
+        self.by_clock = program.by_clock
         if values is None:
             return False
         for group, own in variables.items():

@@ -8,7 +8,6 @@ from typing import Any
 
 from xla_dtensor.base.source_line import is_users, short_path
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.highs import SECONDS
 from xla_dtensor.layouts.parts import DimAxes
 
 MOST = 40
@@ -22,7 +21,7 @@ def report(choice: Choice) -> str:
     how its operands lie as it takes them, and its results; what moves, how often in the step, and
     the megabytes, on a device; and those of its next best layout. Largest first; then the sum."""
     if not choice.found:
-        return f"none were found in {SECONDS:.0f} seconds: values lie as each operation has them"
+        return "none were found: values lie as each operation has them"
     moves = choice.moves()
     of_node: dict[int, list[Any]] = {}
     for move in moves:
@@ -50,6 +49,8 @@ def report(choice: Choice) -> str:
     lines.append(
         f"{count} collectives of {_megabytes(total)} MB a device and step, by this estimate"
     )
+    if choice.by_clock:
+        lines.append("the clock has ended a search: another run may find other layouts")
     if choice.graph.unknown:
         names = ", ".join(sorted(choice.graph.unknown))
         lines.append(f"left to XLA, and not in the sum: {names}")

@@ -129,6 +129,8 @@ def lowered_plan(
     if tokens is None:
         tokens = _tokens(args)
     seen["options"] = abstract.compiler_options(seen["options"])
+    # In the block, of which a compiler's thread knows nothing.
+    seen["available"] = granted_memory(_devices(frame).flat[0])
     return functools.partial(_report, _name(step), seen, current, tokens)
 
 
@@ -164,11 +166,10 @@ def _report(
     """What is reported of a program that `_look` has seen, which is compiled for that."""
     frame = seen["frame"]
     sizes = {} if frame is None else {axis.name: axis.size for axis in frame.axes}
-    # The one device of a step on no mesh is an array without dims.
-    devices = np.array(own_device()) if frame is None else frame.jax_mesh.devices
+    devices = _devices(frame)
     device = devices.flat[0]
     chip = chip_of(device.platform, device) if topology is None else topology.chip
-    found = _compiled(seen, topology, granted_memory(device))
+    found = _compiled(seen, topology)
     memory, text, cost = found.memory, found.text, found.cost
     all_inputs = seen["inputs"]
     program = HloText(text)
@@ -216,16 +217,15 @@ def _report(
     )
 
 
-def _compiled(
-    seen: dict[str, Any], topology: topologies.Topology | None, available: float | None
-) -> Said:
-    """What the compiler says of the program.
+def _devices(frame: Any) -> Any:
+    """JAX's; the one device of a step on no mesh is an array without dims."""
+    return np.array(own_device()) if frame is None else frame.jax_mesh.devices
 
-    Args:
-        available: a device's memory.
-    """
+
+def _compiled(seen: dict[str, Any], topology: topologies.Topology | None) -> Said:
+    """What the compiler says of the program."""
     with jax.enable_x64(True):
-        options = seen["options"]
+        options, available = seen["options"], seen["available"]
         if topology is None or topology.is_here:
             return _asked(seen["compile"], options, available, ())
         notes = (_GRANTED.format(fraction()),) if topology.is_of_gpus else ()

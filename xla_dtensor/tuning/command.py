@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from xla_dtensor.tuning.estimate import Estimate
 from xla_dtensor.tuning.meshes import factorisations
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.trial import Trial
+
+_NAME = re.compile(r"\{([a-z]\w*)\}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,8 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     if not found.fits:
         print(f"nothing fits: {found.lacks()}")
         return 1
-    sizes = ",".join(f"{name}={size}" for name, size in found.best.mesh.items())
-    print(f"best: --mesh {sizes}")
+    best = found.best.mesh
+    if names_in(script):
+        print(f"best: {shlex.join(filled(script, best))}")
+    else:
+        print(f"best: --mesh {','.join(f'{name}={size}' for name, size in best.items())}")
     return 0
 
 
@@ -55,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m xla_dtensor.tune",
         description="the sizes of a script's mesh with which its compiled step is fastest on "
-        "devices that needn't be here; the script's own arguments come behind --",
+        "devices that needn't be here; the script's own arguments come behind --, with {dp} and "
+        "the like in place of sizes where it takes them as arguments",
     )
     parser.add_argument("script", help="a training script, run until it calls its step, each time")
     parser.add_argument(
@@ -84,7 +92,9 @@ def tuned(
     script's step on each.
 
     Args:
-        script, arguments: a path, and what the script is given.
+        script: a path.
+        arguments: what it is given. Where these name sizes, as in ``--tensor-parallel={tp}``, they
+            are given those, and whatever meshes the script makes of them stay as they are.
         topology: of the devices; ``"here"`` for those that JAX has.
         fixed: sizes of mesh dims that are given.
         minutes: for all of it.
@@ -95,8 +105,10 @@ def tuned(
     """
     deadline = time.monotonic() + 60 * minutes
     topology = topology_here() if topology == "here" else topology
+    names = names_in(arguments)
     try:
-        planned(script, arguments, topology, NamesOfMesh(), step)
+        if not names:
+            planned(script, arguments, topology, NamesOfMesh(), step)
     except NamesOfMesh.Found as found:
         names = found.names
     wanting = set(fixed) - set(names)
@@ -123,12 +135,25 @@ def tuned(
     return Tuned(topology, tuple(sorted(trials, key=Trial.rank)), tuple(notes))
 
 
+def names_in(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The sizes that arguments name, each once: ``dp`` and ``tp`` in ``--mesh={dp}x{tp}``."""
+    return tuple(dict.fromkeys(_NAME.findall(" ".join(arguments))))
+
+
+def filled(arguments: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """The arguments with sizes in place of their names."""
+    return [_NAME.sub(lambda found: str(sizes[found[1]]), each) for each in arguments]
+
+
 def _trial(
     script: str, arguments: Sequence[str], topology: str, own: Configuration, step: str | None
 ) -> Trial:
     try:
-        report = planned(script, arguments, topology, dict(own.mesh), step)
-    except (XlaDTensorError, RuntimeError, ValueError) as error:
+        if names_in(arguments):
+            report = planned(script, filled(arguments, own.mesh), topology, {}, step)
+        else:
+            report = planned(script, arguments, topology, dict(own.mesh), step)
+    except (XlaDTensorError, RuntimeError, ValueError, AssertionError) as error:
         nothing = Estimate(math.inf, math.inf, 0.0, None, {})
         return Trial(own, nothing, error=f"{type(error).__name__}: {error}")
     needed: Any = report.memory.needed

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,9 @@ class Configuration:
     Attributes:
         mesh: the sizes of the mesh's dims, by name, in the mesh's order.
         batch: for each of these which dim of the step's arguments it shards, or None.
-        recompute: what is computed again in backward: ``"nothing"``, or ``"layers"``, each of the
-            model's equal layers (`repeated_layers`).
+        recompute: what is computed again in backward: ``"nothing"``; ``"layers"``, each of the
+            model's equal layers (`repeated_layers`); ``"attention"``, of each of these the parts
+            that are called so (`attentions`).
         parameters: by name for each mesh dim which dim of the parameter it shards, or None. What
             isn't there is whole on all devices, as buffers are.
         microbatches: in how many parts the step computes its batch, one after the other; what makes
@@ -85,9 +86,8 @@ class Configuration:
                 module.register_parameter(key, made)
 
         distribute_module(model, mesh, lay_out)
-        if self.recompute == "layers":
-            for layer in repeated_layers(model):
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        for module in computed_again(model, self.recompute):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
         return model
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
@@ -106,8 +106,8 @@ class Configuration:
     def as_code(self) -> str:
         """The same as a torch program's lines, with nothing of `xd.tune` in them: a mesh, a
         function that lays a model out, and one for the batch."""
-        again = self.recompute == "layers"
-        functions = [pattern_of, repeated_layers] if again else [pattern_of]
+        again = _AGAIN[self.recompute]
+        functions: list[Any] = [pattern_of, *again]
         return _CODE.format(
             shape=(*self.mesh.values(),),
             names=(*self.mesh,),
@@ -115,7 +115,7 @@ class Configuration:
             whole=_text((None,) * len(self.mesh)),
             batch=_text(self.batch),
             parts="" if self.microbatches == 1 else f"MICROBATCHES = {self.microbatches}\n",
-            checkpoint=_CHECKPOINT if again else "",
+            checkpoint=_CHECKPOINT.format(again[-1].__name__) if again else "",
             imported=_CHECKPOINTS if again else "",
             functions="\n\n".join(map(inspect.getsource, functions)),
         )
@@ -180,6 +180,41 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     return max(with_parts, key=len, default=[])
 
 
+def attentions(model: nn.Module) -> list[nn.Module]:
+    """The parts of these layers that are called attention, by their own name or their class's, and
+    consist of others. None if there are no such parts."""
+    found: list[nn.Module] = []
+    for layer in repeated_layers(model):
+        inside = {layer}
+        for name, module in layer.named_modules():
+            words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+            is_one = "attention" in words or "attn" in words
+            if is_one and module not in inside and any(True for _ in module.children()):
+                found.append(module)
+                inside.update(module.modules())
+    return found
+
+
+_AGAIN: dict[str, list[Callable[[nn.Module], list[nn.Module]]]] = {
+    "nothing": [],
+    "layers": [repeated_layers],
+    "attention": [repeated_layers, attentions],
+}
+"""What finds that which is computed again, with what it needs."""
+RECOMPUTED = ("nothing", "attention", "layers")
+"""What may be computed again, from little to much."""
+
+
+def computed_again(model: nn.Module, what: str) -> list[nn.Module]:
+    """The modules that are.
+
+    Args:
+        model: that they are of.
+        what: one of `RECOMPUTED`.
+    """
+    return _AGAIN[what][-1](model) if _AGAIN[what] else []
+
+
 def divided(dims: Dims, shape: Sequence[int], sizes: Sequence[int]) -> Dims:
     """``dims`` of a tensor of this shape: without those that it lacks, or doesn't divide."""
 
@@ -196,8 +231,8 @@ def _text(dims: Iterable[int | None]) -> str:
 
 _CHECKPOINTS = "\nfrom torch.utils.checkpoint import checkpoint"
 _CHECKPOINT = """\
-    for layer in repeated_layers(model):
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for module in {}(model):
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 """
 _CODE = """\
 import functools

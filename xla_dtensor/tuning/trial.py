@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.planning import Report
 from xla_dtensor.tuning.configuration import Configuration
 from xla_dtensor.tuning.estimate import Estimate
+
+_NEARLY = 0.01
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,33 @@ class Trial:
             values["available"],
             values["error"],
         )
+
+
+def apart(trials: Sequence[Trial]) -> list[Trial]:
+    """Without those that are others in other words: a dim that shards neither parameters nor batch
+    is idle, or shards the batch where it is used, as "dp" does; and of two that cost nearly the
+    same the first is kept, which has more of "dp"."""
+    known = [dict(trial.configuration.mesh) for trial in trials]
+    found: list[Trial] = []
+    for trial in trials:
+        idle = trial.configuration.idle()
+        if idle:
+            mesh = dict(trial.configuration.mesh)
+            mesh["dp"] = mesh.get("dp", 1) * math.prod(mesh.pop(name) for name in idle)
+            if mesh in known:
+                continue
+        if not any(_is_like(trial, other) for other in found):
+            found.append(trial)
+    return found
+
+
+def _is_like(one: Trial, other: Trial) -> bool:
+    def costs(trial: Trial) -> tuple[float, ...]:
+        return trial.estimate.rank, trial.estimate.memory, trial.estimate.moved
+
+    def kind(trial: Trial) -> tuple[str, int]:
+        return trial.configuration.recompute, trial.configuration.microbatches
+
+    return kind(one) == kind(other) and all(
+        math.isclose(a, b, rel_tol=_NEARLY) for a, b in zip(costs(one), costs(other), strict=True)
+    )

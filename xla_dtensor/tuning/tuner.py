@@ -29,18 +29,26 @@ from xla_dtensor.planning import abstract
 from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.jax_runtime import topology_here
-from xla_dtensor.tuning.configuration import Configuration, Dims, repeated_layers
+from xla_dtensor.tuning.configuration import (
+    RECOMPUTED,
+    Configuration,
+    Dims,
+    computed_again,
+)
 from xla_dtensor.tuning.estimate import estimate
 from xla_dtensor.tuning.meshes import NAMES, domain_size, meshes, usual
 from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
-from xla_dtensor.tuning.trial import Trial
+from xla_dtensor.tuning.trial import Trial, apart
 
 Build = Callable[..., Callable[..., Any]]
 
 _ENOUGH = 0.5  # of the memory: a step that takes no more by the estimate fits
-_NEARLY = 0.01
 _MICROBATCHES = (1, 2, 4)
+_NOTHING_AGAIN = {
+    "layers": "the model has no list of equal layers to compute again",
+    "attention": "no part of equal layers is called attention, to compute that alone again",
+}
 _ROUNDS = 5
 """Steps that are timed where the devices are here."""
 
@@ -55,7 +63,7 @@ def tune(
     mesh: Mapping[str, int] | None = None,
     dims: Sequence[str] | None = None,
     pinned: Mapping[str, Mapping[str, int | None]] | None = None,
-    recompute: Sequence[str] = ("nothing", "layers"),
+    recompute: Sequence[str] = RECOMPUTED,
     microbatches: Sequence[int] | None = None,
     reserve: float = 0.1,
     run: bool | None = None,
@@ -84,8 +92,9 @@ def tune(
             and that, too, where the batch has fewer rows than there are devices.
         pinned: parameters that have to lie as given: by a pattern of names (``"embed.*"``) for each
             mesh dim which dim of the parameter it shards; others of its mesh dims nothing.
-        recompute: what may be computed again in backward: ``"nothing"``, ``"layers"``. The second
-            is looked at where the first takes more than half of the memory.
+        recompute: what may be computed again in backward: ``"nothing"``, ``"attention"`` (the parts
+            of equal layers that are called so), ``"layers"``. The next is looked at where the one
+            before takes more than half of the memory.
         microbatches: of such a ``build``, how many there may be, by default 1, 2 and 4. More than
             the first are looked at where that takes more than half of the memory.
         reserve: the part of a device's memory that is to stay free.
@@ -113,8 +122,8 @@ def tune(
         step = xd.compile(build(found.best.apply))  # on the devices that are here
     """
     for name in recompute:
-        if name not in ("nothing", "layers"):
-            raise ValueError(f'recompute={name!r}: it has "nothing" and "layers"')
+        if name not in RECOMPUTED:
+            raise ValueError(f"recompute={name!r}: it has {', '.join(RECOMPUTED)}")
     takes_parts = "microbatches" in inspect.signature(build).parameters
     if microbatches is None:
         microbatches = _MICROBATCHES if takes_parts else (1,)
@@ -148,7 +157,7 @@ def tune(
             f"xd.tune: no mesh of {search.count} devices has the dims {', '.join(dims)} with "
             f"{dict(mesh or {})}, and divides the batch"
         )
-    kinds = [name for name in ("nothing", "layers") if name in recompute]
+    kinds = [name for name in RECOMPUTED if name in recompute]
     alternatives = [*itertools.product(sorted({*microbatches}), kinds)]
     for done, (sizes, roles) in enumerate(wanted):
         if found and time.monotonic() > deadline - 30 * minutes:
@@ -166,7 +175,7 @@ def tune(
     if not found:
         raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
     search.check_pins()
-    found = sorted(_apart(found), key=Trial.rank)
+    found = sorted(apart(found), key=Trial.rank)
     chosen = found[:top]
     asked = search.compiled(chosen, lambda: time.monotonic() > deadline)
     left = len(chosen) - len(asked)
@@ -176,36 +185,6 @@ def tune(
         found[i] = search.measured(trial) if run and trial.fits else trial
     notes += search.notes
     return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
-
-
-def _apart(trials: Sequence[Trial]) -> list[Trial]:
-    """Without those that are others in other words: a dim that shards neither parameters nor batch
-    is idle, or shards the batch where it is used, as "dp" does; and of two that cost nearly the
-    same the first is kept, which has more of "dp"."""
-    known = [dict(trial.configuration.mesh) for trial in trials]
-    found: list[Trial] = []
-    for trial in trials:
-        idle = trial.configuration.idle()
-        if idle:
-            mesh = dict(trial.configuration.mesh)
-            mesh["dp"] = mesh.get("dp", 1) * math.prod(mesh.pop(name) for name in idle)
-            if mesh in known:
-                continue
-        if not any(_is_like(trial, other) for other in found):
-            found.append(trial)
-    return found
-
-
-def _is_like(one: Trial, other: Trial) -> bool:
-    def costs(trial: Trial) -> tuple[float, ...]:
-        return trial.estimate.rank, trial.estimate.memory, trial.estimate.moved
-
-    def kind(trial: Trial) -> tuple[str, int]:
-        return trial.configuration.recompute, trial.configuration.microbatches
-
-    return kind(one) == kind(other) and all(
-        math.isclose(a, b, rel_tol=_NEARLY) for a, b in zip(costs(one), costs(other), strict=True)
-    )
 
 
 class _Search:
@@ -288,8 +267,8 @@ class _Search:
                     "of which the others are parts (nn.ModuleList)"
                 )
             model = models[0]
-            if plain.recompute == "layers" and not repeated_layers(model):
-                self._errors.add("the model has no list of equal layers to compute again")
+            if plain.recompute != "nothing" and not computed_again(model, plain.recompute):
+                self._errors.add(_NOTHING_AGAIN[plain.recompute])
                 return []
             compiled = compile(step, layouts="torch")
             problem = Problem(compiled, whole.place(*self._batch), model)
@@ -298,6 +277,8 @@ class _Search:
             have = self._memory
             memories = [have] if have is None else [have, _ENOUGH * have]
             for solution in problem.solutions(plain.batch, memories, self._scattered, pinned):
+                if solution.choice.by_clock:
+                    self._errors.add("the clock has ended HiGHS: another run may find others")
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
                     name: solution.parameters.get(first, (None,) * len(mesh))
