@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from xla_dtensor.base.tables import cache as tables
 from xla_dtensor.base.tables.cache import Cache, CacheRecord, Interned, caches, clear, register
 
 
@@ -211,3 +212,27 @@ def test_interned_objects_are_one_in_all_threads(small_switch_interval: None) ->
     in_threads(8, work)
     for same in zip(*found, strict=True):
         assert len(set(map(id, same))) == 1
+
+
+def test_what_is_used_is_kept_when_older_ones_go() -> None:
+    cache: Cache[int, str] = Cache("forgetting", 100)
+    for number in range(10):
+        cache.put(number, str(number))
+    tables.forget_older()
+    assert len(cache) == 10  # nobody could have used them since
+    assert cache.get(3) == "3"
+    cache.put(10, "10")
+    tables.forget_older()
+    assert sorted(cache) == [3, 10]
+
+
+def test_watchers_hear_of_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_watchers", [])
+    heard: list[int] = []
+    tables.watch_growth(lambda: heard.append(1))
+    cache: Cache[int, str] = Cache("growing", None)
+    for number in range(tables._EVERY):
+        cache.put(number, "")
+    for _ in range(2 * tables._EVERY):
+        cache.get(0)
+    assert len(heard) == 1

@@ -90,7 +90,7 @@ def find_decomposition(info: OpInfo) -> Callable[..., Any] | None:
     return None
 
 
-_table: Cache[str, dict[Any, Any]] = Cache("torch's core decompositions", 2)
+_table: Cache[str, dict[Any, Any]] = Cache("torch's core decompositions", 2, stays=True)
 
 
 def _core_table(make: Callable[[], Any]) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ JAX's backend starts with the first mesh or tensor.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 
 from xla_dtensor.base import forked, jax_private
 from xla_dtensor.base.config import fix
+from xla_dtensor.base.tables import cache
 from xla_dtensor.errors import DeviceCountError
 from xla_dtensor.runtime import (
     abstract,
@@ -64,6 +66,7 @@ def start(min_cpu_devices: int = 1) -> None:
         # Before JAX's backend starts: afterwards this process can't join others.
         distributed.initialize()
         fix("cache")
+        _bound_programs()
         if is_started():
             _warn_of_roundings()
             forked.watch()
@@ -214,6 +217,40 @@ def live_programs() -> tuple[int, int | None]:
 
     programs = jax.devices()[0].client.live_executables()
     return len(programs), sum(p.size_of_generated_code_in_bytes() for p in programs) or None
+
+
+_PROGRAM_BYTES = 2**21  # of the host's memory that a small program takes; XLA doesn't say
+_PART = 8  # of the host's memory that programs may take
+
+
+class ProgramBound:
+    """Lets caches forget programs when the process has many.
+
+    Each cache has a limit; but a program of three operations takes 2 MiB of the host's memory on
+    CPUs, and code that always meets new shapes fills all of the caches.
+
+    Args:
+        most: how many programs there may be before.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def look(self) -> None:
+        """Count them, and forget what hasn't been used for longest if there are too many."""
+        if live_programs()[0] <= self._most:
+            return
+        cache.forget_older()
+        gc.collect()  # JAX's functions refer to themselves
+        # Compiled steps have programs that no cache can let go.
+        self._most = max(self._most, live_programs()[0] * 5 // 4)
+
+
+@functools.cache
+def _bound_programs() -> None:
+    """From now on, as long as the process lives."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cache.watch_growth(ProgramBound(max(host // _PART // _PROGRAM_BYTES, 512)).look)
 
 
 def code_bytes(compiled: Any) -> int | None:

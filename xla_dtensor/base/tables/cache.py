@@ -9,6 +9,7 @@ make the value; all get the one that was put in first.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -77,6 +78,23 @@ def caches() -> list[CacheRecord]:
     return [cache.record() for cache in _caches(None)]
 
 
+_puts = itertools.count(1)
+_EVERY = 256  # values that are put into caches, whichever
+_watchers: list[Callable[[], None]] = []
+
+
+def watch_growth(watcher: Callable[[], None]) -> None:
+    """Call ``watcher`` now and then while caches are filled."""
+    _watchers.append(watcher)
+
+
+def forget_older() -> None:
+    """Let go, in caches of what is soon made again, what hasn't been used since the last time."""
+    for cache in _caches(None):
+        if isinstance(cache, Cache) and not cache.stays:
+            cache.forget_older()
+
+
 def clear(name: str | None = None) -> None:
     """Empty all caches, or those called ``name``.
 
@@ -103,6 +121,7 @@ class Cache(Generic[K, V]):
         name: for people: "plans".
         limit: the most values kept; None keeps all, and ``note`` says why.
         size: gives the bytes that a value takes, or None.
+        stays: whether `forget_older` leaves it alone, as its values are dear.
     """
 
     def __init__(
@@ -112,10 +131,12 @@ class Cache(Generic[K, V]):
         *,
         size: Callable[[V], int | None] | None = None,
         note: str = "",
+        stays: bool = False,
     ) -> None:
         self.name = name
         self.limit = limit
         self.note = note
+        self.stays = stays or limit is None
         self.hits = self.misses = 0
         self._half = None if limit is None else max(1, limit // 2)
         self._size = size
@@ -164,7 +185,16 @@ class Cache(Generic[K, V]):
             self._recent[key] = value
             older = self._older.pop(key, None)
         del dropped, older
+        if next(_puts) % _EVERY == 0:
+            for watcher in _watchers:
+                watcher()
         return value
+
+    def forget_older(self) -> None:
+        """Let go what hasn't been used since the last time."""
+        with self._lock:
+            dropped, self._older, self._recent = self._older, self._recent, {}
+        del dropped
 
     def clear(self) -> None:
         """Forget all values."""

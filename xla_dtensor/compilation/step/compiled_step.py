@@ -79,7 +79,7 @@ class CompiledStep(BaseStep):
         # Threads may share a step: one call after another.
         self._lock = threading.RLock()
         name = f"compiled step {self._name()}"
-        self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS)
+        self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS, stays=True)
         self._executables = Executables(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._traces = StepTraces(function, self._buckets)
         # The call that ran last.

@@ -65,7 +65,10 @@ class ReplayedStep(BaseStep):
         self._options = compiler_options
         name = f"replayed step {self._name()}"
         self._programs: Cache[Any, list[ReplayedProgram | Refused]] = Cache(
-            f"{name}: programs", SEQUENCES, size=lambda some: sum(one.size() for one in some)
+            f"{name}: programs",
+            SEQUENCES,
+            size=lambda some: sum(one.size() for one in some),
+            stays=True,
         )
         self.clear_cache()
 
