@@ -60,7 +60,7 @@ LIBRARIES = {
     " _indices_to_layout _make_axis_layout _pg_for_axis _pg_to_mesh_axis _register_name",
     "ecosystem.torchtitan": "_LossParallelCrossEntropy _combine_token_exchange"
     " _dispatch_token_exchange _forward_backward_body _shares_storage _sync_token_count_exchange"
-    " _token_count_exchange",
+    " _token_count_exchange _validate_cuda_graphs",
     "ecosystem.torchvision": "_has_ops",
     "ecosystem.transformers": "_load_rng_state _n_gpu _save_rng_state _setup_devices"
     " _is_user_defined _previous_max_cache_length _pad_token_tensor _optimize_model_for_decode",

@@ -2,6 +2,8 @@
 
 import gc
 import pickle
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -259,9 +261,14 @@ def test_workers_that_use_the_device_raise_and_do_not_hang(use):
     assert torch.ones(2, device="xla").sum().item() == 2
 
 
-class OnCpu(torch.utils.data.Dataset):
-    """A dataset whose workers train, on the CPU."""
+TRAINS_IN_A_WORKER = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+import xla_dtensor
 
+
+class OnCpu(Dataset):
     def __len__(self):
         return 2
 
@@ -273,11 +280,19 @@ class OnCpu(torch.utils.data.Dataset):
         return model.weight.detach()
 
 
+torch.ones(2, device="xla").sum().item()
+(found,) = DataLoader(OnCpu(), batch_size=2, num_workers=1, timeout=60)
+assert torch.equal(found, torch.tensor([[[1.0, 1.0]], [[-1.0, -1.0]]])), found
+"""
+
+
 def test_workers_may_train_on_the_cpu():
-    """accelerate's ``notebook_launcher`` forks, too, after the devices were used."""
-    torch.ones(2, device="xla").sum().item()
-    (found,) = DataLoader(OnCpu(), batch_size=2, num_workers=1, timeout=60)
-    assert torch.equal(found, torch.tensor([[[1.0, 1.0]], [[-1.0, -1.0]]]))
+    """accelerate's ``notebook_launcher`` forks, too, after the devices were used. In a process of
+    its own: once there were gradients on a device, torch refuses it (its engine has threads)."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS_IN_A_WORKER], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_could_not_be_computed_is_told_once():

@@ -355,7 +355,7 @@ IN_FLIGHT = Fault(
     "on several of them, and Gloo tells messages apart by nothing but their order: collectives of "
     "the same devices get each other's numbers, or end the process where sizes differ. (Users' "
     "meshes have all devices, where there are several processes.)",
-    "runtime/broadcast.py:_program",
+    "runtime/broadcast.py:_rows",
     "tests/runtime/test_in_flight.py::test_by_jax_alone",
     platforms=("cpu",),
 )

@@ -32,7 +32,7 @@ from xla_dtensor.checkpoint.folders import Folder
 from xla_dtensor.checkpoint.memory import of_this_process
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
-from xla_dtensor.checkpoint.stopping import Stopping, reached
+from xla_dtensor.checkpoint.stopping import Stopping, progress
 from xla_dtensor.checkpoint.tensor_kinds import Kind, text_of
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
@@ -350,7 +350,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a checkpoint can't be written.
         """
-        reached.step = step
+        progress.step = step
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._step_at)
         self._step_at = now
@@ -378,7 +378,7 @@ class CheckpointManager:
             self._step_at = time.monotonic()
         if reason is not None:
             self.wait()
-            self.stopped_by = reached.stopped_by = reason
+            self.stopped_by = progress.stopped_by = reason
         return reason is not None
 
     def close(self) -> None:

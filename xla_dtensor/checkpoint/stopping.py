@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass
-class Reached:
+class Progress:
     """What the run of this process has come to, for `xla_dtensor.elastic`, which goes on with it.
 
     Attributes:
@@ -25,7 +25,7 @@ class Reached:
     stopped_by: str | None = None
 
 
-reached = Reached()
+progress = Progress()
 
 
 class Stopping:

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
-from xla_dtensor.checkpoint.stopping import reached
+from xla_dtensor.checkpoint.stopping import progress
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import distributed
 
@@ -184,7 +184,7 @@ def _work(train: Callable[[int], Any]) -> None:
         if folder is not None:
             _note(Path(folder), error)
         raise
-    if folder is not None and reached.stopped_by is not None:
+    if folder is not None and progress.stopped_by is not None:
         # All stop together, the first of them because its agent wants to start again. The other
         # agents may not know that yet, and must not take it for the end of the training.
         _end_in(_AT_EXIT, _STOPPED)
@@ -203,7 +203,7 @@ def _note(folder: Path, error: Exception) -> None:
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-    found: dict[str, Any] = {"error": text, "line": line, "step": reached.step or 0}
+    found: dict[str, Any] = {"error": text, "line": line, "step": progress.step or 0}
     before = _failure(folder)
     is_same = (before.get("error"), before.get("line")) == (text, line)
     found["final"] = is_same and found["step"] <= before["step"]
