@@ -29,7 +29,7 @@ from xla_dtensor.checkpoint.contents import (
 from xla_dtensor.checkpoint.coordination import RANDOM, Decisions, Together
 from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest, verify
 from xla_dtensor.checkpoint.folders import Folder
-from xla_dtensor.checkpoint.memory import of_this_process
+from xla_dtensor.checkpoint.memory import Held, of_this_process
 from xla_dtensor.checkpoint.random_state import random_state, set_random_state
 from xla_dtensor.checkpoint.states import STRUCTURE, States, snapshot
 from xla_dtensor.checkpoint.stopping import Stopping, progress
@@ -175,11 +175,11 @@ class CheckpointManager:
         self._folder.check_same_in_all()
         found = [c for c in self._folder.steps() if step in (None, c[0])]
         ways = [(saved, functools.partial(self._restores, path)) for saved, path in found]
-        if step is None and self._memory is not None:
-            saved, held = self._memory.newest()
-            ways.append((saved, functools.partial(self._restores_from_memory, saved, held)))
+        held = self._memory.newest() if step is None and self._memory is not None else None
+        if held is not None:
+            ways.append((held.step, functools.partial(self._restores_from_memory, held)))
         for saved, restores in sorted(ways, key=lambda way: -way[0]):
-            if saved >= 0 and restores():
+            if restores():
                 self._saved_at = self._step_at = time.monotonic()
                 if self._memory is not None:
                     self._memory.forget_after(saved)
@@ -203,10 +203,10 @@ class CheckpointManager:
         _log.info("restored %s", path)
         return True
 
-    def _restores_from_memory(self, step: int, held: list[str]) -> bool:
+    def _restores_from_memory(self, held: Held) -> bool:
         """Load a step that the hosts have in memory, if it isn't damaged."""
         assert self._memory is not None
-        path = self._memory.gathered(step, held)
+        path, step = self._memory.gathered(held), held.step
         manifest, damage = self._verified(path, is_own=True)
         if manifest is None:
             _log.warning("the copy of step %d in memory is passed over: %s", step, damage)

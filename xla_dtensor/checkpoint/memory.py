@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,26 @@ FOLDER = "XLA_DTENSOR_ELASTIC_FOLDER"
 
 _METADATA = ".metadata"
 _KEPT = 2  # steps: when a host is lost some may have the newest one, and others not yet
+
+
+@dataclass(frozen=True)
+class Held:
+    """A step that the hosts have in memory.
+
+    Attributes:
+        step: which.
+        manifest: of its checkpoint, as text.
+        names: of each process the files that it has.
+    """
+
+    step: int
+    manifest: str
+    names: list[list[str]]
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """What the manifest says of each file."""
+        return json.loads(self.manifest)["files"]
 
 
 class HostCopies:
@@ -94,9 +115,9 @@ class HostCopies:
             (folder / name).write_bytes(found[place : place + size].tobytes())
             place += size
 
-    def newest(self) -> tuple[int, list[str]]:
-        """The newest step of which some process has each file, and what each process has of it; -1
-        if there is none. All processes call it."""
+    def newest(self) -> Held | None:
+        """The newest step of which some process has each file; None if there is none. All processes
+        call it."""
         own = {}
         for step, path in self._steps():
             try:
@@ -107,28 +128,21 @@ class HostCopies:
             own[str(step)] = [(path / manifests.NAME).read_text(), have]
         told = [json.loads(t) for t in agreement.texts_of_all("looks for copies", json.dumps(own))]
         for step in sorted({int(step) for each in told for step in each}, reverse=True):
-            found = [each[str(step)] for each in told if str(step) in each]
-            wanted = set(json.loads(found[0][0])["files"])
-            same = all(text == found[0][0] for text, _ in found)
-            if same and wanted == {name for _, names in found for name in names}:
-                return step, [json.dumps(each.get(str(step))) for each in told]
-        return -1, []
+            found = [each.get(str(step), (None, [])) for each in told]
+            texts = {text for text, _ in found if text is not None}
+            held = Held(step, texts.pop(), [names for _, names in found])
+            if not texts and held.files.keys() == {name for names in held.names for name in names}:
+                return held
+        return None
 
-    def gathered(self, step: int, told: list[str]) -> Path:
+    def gathered(self, held: Held) -> Path:
         """A folder of this process's with all files of a step; others send what isn't here. All
-        processes call it.
-
-        Args:
-            step: which.
-            told: what `newest` has said with it.
-        """
-        held = [json.loads(text) or ["", []] for text in told]
-        folder = self._root / f"step-{step:08d}"
+        processes call it."""
+        folder = self._root / f"step-{held.step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        content = next(text for text, _ in held if text)
-        (folder / manifests.NAME).write_text(content)
-        for name, about in sorted(json.loads(content)["files"].items()):
-            holders = [i for i, (_, names) in enumerate(held) if name in names]
+        (folder / manifests.NAME).write_text(held.manifest)
+        for name, about in sorted(held.files.items()):
+            holders = [i for i, names in enumerate(held.names) if name in names]
             if len(holders) == processes.count():
                 continue
             value = np.empty(about["bytes"], np.uint8)

@@ -37,8 +37,8 @@ def _refusal(given: dict[str, Any]) -> str | None:
         return "fsdp_plugin on the xla device, of version 1: give it fsdp_version=2"
     if plugin is not None and plugin.activation_checkpointing_offload:
         return (
-            "fsdp_plugin on the xla device, with activation_checkpointing_offload: leave it out, "
-            "or see xd.compile(offload=...), docs/memory.md"
+            "fsdp_plugin on the xla device, with activation_checkpointing_offload: leave it out; "
+            "xd.scan_layers(layers, offload=True) does it of equal layers, docs/compile.md"
         )
     if config is None or config.total_size == 1:
         return None
