@@ -304,8 +304,8 @@ def test_other_processes(tmp_path: Path) -> None:
         return json.loads(done.stdout.splitlines()[-1])
 
     with ThreadPoolExecutor(2) as pool:
-        (found, compiled, inverted), (same, *_) = pool.map(other, [tmp_path, tmp_path])
-    assert compiled > 10
+        (found, *compiled, inverted), (same, *others, _) = pool.map(other, [tmp_path, tmp_path])
+    assert sum(compiled + others) > 20  # each may have found what the other had just kept
     assert found == same == pytest.approx(work("cpu"), rel=1e-5)
     assert inverted == pytest.approx(inverse("cpu"))
     assert other(tmp_path) == [found, 0, inverted]
