@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("movement",),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
     ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
-    ("debug", "tuning"),
+    ("debug", "tuning", "metrics"),
     ("integration",),
     ("ecosystem",),
     ("torchtitan",),

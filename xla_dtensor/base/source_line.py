@@ -1,4 +1,4 @@
-"""Where in the user's code something was called or registered."""
+"""Whom an operation is for: the user's line that asked for it, and the module."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import functools
 import itertools
 import linecache
 import os
+import re
 import sys
 import traceback
 import types
 from collections.abc import Callable
+
+# How programs name a module: ``nn:layers.0.attention``.
+FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
+_MODULE = re.compile(r"nn(_backward)?:([^/\"]+)")
 
 
 def user_frame() -> traceback.FrameSummary | None:
@@ -91,3 +96,26 @@ def short_path(where: str) -> str:
     """``file:line`` with the file relative to the working directory, if it is in it."""
     inside = os.getcwd() + os.sep
     return where.removeprefix(inside)
+
+
+def module_in(op_name: str) -> tuple[str, str]:
+    """What an operation is for, and in which part of the step.
+
+    Args:
+        op_name: XLA's, or a jaxpr's name stack: ``jit(step)/nn:layers.0.wq/dot_general``.
+
+    Returns:
+        the module's path and ``"forward"`` or ``"backward"``; ``"optimizer"`` twice; or two "".
+    """
+    if OPTIMIZER in op_name:
+        return "optimizer", "optimizer"
+    found = _MODULE.findall(op_name)
+    if not found:
+        return "", ""
+    backward, name = found[-1]
+    return name, "backward" if backward else "forward"
+
+
+def of_equal_layers(module: str) -> str:
+    """The name that modules of equal layers share: ``layers.*.wq``."""
+    return re.sub(r"\b\d+\b", "*", module) if "." in module else module

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import torch
 
+from xla_dtensor.base.tables import counters
 from xla_dtensor.checkpoint.contents import (
     described,
     load_state,
@@ -239,6 +240,7 @@ class CheckpointManager:
         self._states.restore(states)
         set_random_state(random)
 
+    @counters.timing("checkpoint")
     def save(self, step: int) -> None:
         """Save a checkpoint. With ``asynchronous`` its values are copied when this returns, and it
         is on the disk after `wait`.
@@ -273,6 +275,7 @@ class CheckpointManager:
         state[RANDOM] = {str(processes.index()): random.getvalue()}
         return state, kinds
 
+    @counters.timing("checkpoint")
     def _keep_in_memory(self, step: int) -> None:
         agreement.agree(f"keeps a copy of step {step} in memory")
         state, kinds = self._captured()
@@ -282,6 +285,7 @@ class CheckpointManager:
         self._kept_before.forget()  # all have come further than that
         self._kept_before = together
 
+    @counters.timing("checkpoint writing")
     def _write(
         self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
     ) -> None:
@@ -323,6 +327,7 @@ class CheckpointManager:
             if not self._keep_every or step % self._keep_every:
                 self._folder.remove(path)
 
+    @counters.timing("checkpoint")
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
 

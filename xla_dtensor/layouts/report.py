@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xla_dtensor.base.source_line import is_users, short_path
+from xla_dtensor.base.source_line import is_users, module_in, of_equal_layers, short_path
 from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.parts import DimAxes
 
@@ -62,8 +62,11 @@ def _names(choice: Choice, number: int) -> tuple[str, str]:
     equation = choice.graph.nodes[number].equation
     if equation is None:
         return "", "result"
-    module = str(equation.source_info.name_stack)
-    return module or _line(equation.source_info.traceback), equation.primitive.name
+    module, part = module_in(str(equation.source_info.name_stack))
+    named = of_equal_layers(module)
+    # In a backward pass the line is that of ``loss.backward()``.
+    line = "(backward)" if part == "backward" else _line(equation.source_info.traceback)
+    return f"{named} {line}".strip(), equation.primitive.name
 
 
 def _line(trace: Any) -> str:

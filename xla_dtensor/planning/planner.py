@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import CompiledStep, compile
-from xla_dtensor.compilation.trace.module_scopes import naming_modules
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.planning import memory as memory_of
@@ -106,8 +106,7 @@ def lowered_plan(
             f"xd.plan(topology={topology!r}) in {where}: devices are part of layouts; make mesh, "
             f"model and arguments, and call xd.plan, in `with xd.abstract({topology!r}):`"
         )
-    with naming_modules():
-        seen = step.looked_at(args, kwargs, _look)
+    seen = step.looked_at(args, kwargs, _look)
     frame = seen["frame"]
     if frame is None:
         if mesh is not None or current is not None:
@@ -131,7 +130,25 @@ def lowered_plan(
     seen["options"] = abstract.compiler_options(seen["options"])
     # In the block, of which a compiler's thread knows nothing.
     seen["available"] = granted_memory(_devices(frame).flat[0])
-    return functools.partial(_report, _name(step), seen, current, tokens)
+    return functools.partial(_compiled_report, _name(step), seen, current, tokens)
+
+
+def report_of(step: Any, program: Any) -> Report:
+    """The `Report` on a program that a compiled step runs on devices that are here.
+
+    Args:
+        step: the step.
+        program: one of its ``programs()``. Of one whose results have a history only the forward
+            pass's collectives are in it, and the operations of both.
+    """
+    with jax.enable_x64(True):
+        available = granted_memory(_devices(program.frame).flat[0])
+        found = _said_of(program.executable.compiled, available, ())
+        seen = _of_program(program, program.jaxpr)
+        given = [one for one in seen["inputs"] if one.kind == "argument" and one.shape]
+        whole = [one.shape for one in given if not one.dtype.startswith(("float", "bfloat"))]
+        tokens = max(map(math.prod, whole), default=given[0].shape[0] if given else None)
+        return _report(_name(step), seen, None, tokens, found)
 
 
 def _look(program: Any) -> dict[str, Any]:
@@ -141,9 +158,15 @@ def _look(program: Any) -> dict[str, Any]:
         "compile": program.executable.compile,
         "lowered": program.executable.lowered,
         "options": program.options,
+        **_of_program(program, program.executable.jaxpr),
+    }
+
+
+def _of_program(program: Any, jaxpr: Any) -> dict[str, Any]:
+    return {
         "frame": program.frame,
         "inputs": inputs(program),
-        "flops": flops(program.executable.jaxpr, platform_of(program.frame)),
+        "flops": flops(jaxpr, platform_of(program.frame)),
     }
 
 
@@ -160,16 +183,25 @@ def _tokens(args: tuple[Any, ...]) -> int | None:
     return next((int(t.shape[0]) for t in tensors if t.ndim), None)
 
 
-def _report(
+def _compiled_report(
     name: str, seen: dict[str, Any], topology: topologies.Topology | None, tokens: int | None
 ) -> Report:
     """What is reported of a program that `_look` has seen, which is compiled for that."""
+    return _report(name, seen, topology, tokens, _compiled(seen, topology))
+
+
+def _report(
+    name: str,
+    seen: dict[str, Any],
+    topology: topologies.Topology | None,
+    tokens: int | None,
+    found: Said,
+) -> Report:
     frame = seen["frame"]
     sizes = {} if frame is None else {axis.name: axis.size for axis in frame.axes}
     devices = _devices(frame)
     device = devices.flat[0]
     chip = chip_of(device.platform, device) if topology is None else topology.chip
-    found = _compiled(seen, topology)
     memory, text, cost = found.memory, found.text, found.cost
     all_inputs = seen["inputs"]
     program = HloText(text)
@@ -260,6 +292,13 @@ def _asked(
             raise
         why = "XLA has refused the program for want of memory, so the rest is unknown"
         return Said(found, "", {}, (*notes, why))
+    return _said_of(compiled, available, notes, dump)
+
+
+def _said_of(
+    compiled: Any, available: float | None, notes: tuple[str, ...], dump: str = ""
+) -> Said:
+    """What XLA says of what it has compiled."""
     text = ""
     try:
         text = (_dumped(dump) if dump else "") or compiled.as_text()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xla_dtensor.base.source_line import module_in
 from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.inputs import NamedInput
 from xla_dtensor.planning.links import Links
 
-_MODULE = re.compile(r"nn(?P<backward>_backward)?:(?P<name>[^/\"]+)")
 _INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")
 
 
@@ -98,12 +98,9 @@ def rows(
 def _module(op_names: Sequence[str], by_label: dict[str, str]) -> tuple[str, str]:
     """What an operation is for, and in which part of the step."""
     for op_name in op_names:
-        if "nn_optimizer:" in op_name:
-            return "optimizer", "optimizer"
-        matches = list(_MODULE.finditer(op_name))
-        if matches:
-            last = matches[-1]
-            return last["name"], "backward" if last["backward"] else "forward"
+        found = module_in(op_name)
+        if found[0]:
+            return found
         label = _INPUT.search(op_name)
         if label is not None and label[0] in by_label:
             return by_label[label[0]], ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from xla_dtensor.base.source_line import of_equal_layers
 from xla_dtensor.planning.rows import Row
 
 MOST = 20  # rows of a table
@@ -105,7 +105,7 @@ def alike(table: Iterable[Row]) -> list[Row]:
     """The rows with those of layers that differ by their number alone, ``layers.*.wq``, as one."""
     groups: dict[Any, list[Row]] = {}
     for row in table:
-        module = re.sub(r"\b\d+\b", "*", row.module) if "." in row.module else row.module
+        module = of_equal_layers(row.module)
         key = row.kind, row.dims, module, row.part, row.of_parameters, row.activations
         groups.setdefault(key, []).append(row)
     merged = [

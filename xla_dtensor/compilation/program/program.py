@@ -57,7 +57,7 @@ class Program:
         inputs, outputs: in their order, and in one call.
         guards: what must hold for it to run.
         executable: what XLA has made of it.
-        launched: whether it has ever run.
+        runs: how often it has been launched.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Program:
         options: dict[str, Any] | None,
         lays_out: bool = False,
     ) -> None:
-        self.traced, self.options, self.launched = traced, options, False
+        self.traced, self.options, self.runs = traced, options, 0
         self._anchor: Callable[[], Storage | None] = lambda: None
         inputs = self.inputs = Inputs(traced)
         self.guards = Guards(traced, inputs, arguments)
@@ -212,7 +212,7 @@ class Program:
                     count = len(arrays) - backward.residuals
                     arrays, residuals = arrays[:count], arrays[count:]
                     residuals = [*residuals, *backward.constants(groups)]
-            self.launched, run.arrays = True, arrays
+            self.runs, run.arrays = self.runs + 1, arrays
             if events.observer is not None:
                 events.observer.launched(self, "forward", self.executable.compiled.as_text)
             self._write_back.put(run)

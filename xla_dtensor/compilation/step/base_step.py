@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from xla_dtensor.compilation.step import counters
+from xla_dtensor.base.tables import counters
 from xla_dtensor.compilation.step.copied import deep_copy, reduced
 
 logger = logging.getLogger("xla_dtensor")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xla_dtensor.base import assertions, events, executor, interrupts
+from xla_dtensor.base.tables import counters
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.base.thread_state import tracing
 from xla_dtensor.compilation.call.arguments import Arguments
@@ -107,6 +108,21 @@ class CompiledStep(BaseStep):
                 return call_with_streams(self._call, args, kwargs, made, self._streams)
             return self._call(Arguments(args, kwargs, self._traces.reads, padding))
 
+    def programs(self) -> list[Program]:
+        """What `xla_dtensor.metrics` looks at: the programs that may run again, each with what it
+        was traced from, how often it has run, and its ``executable``.
+
+        Example::
+
+            import torch, xla_dtensor as xd
+            step = xd.compile(lambda x: x * 2)
+            step(torch.ones(4, device="xla")), step(torch.ones(4, device="xla"))
+            assert [program.runs for program in step.programs()] == [2]
+        """
+        with self._lock:
+            kept = [p for family in self._families.values() for p in family.programs.values()]
+            return [program for programs in kept for program in programs]
+
     @interrupts.completed
     def _call(self, arguments: Arguments) -> Any:
         family = self._families.get_or_make(arguments.key, Family)
@@ -114,7 +130,7 @@ class CompiledStep(BaseStep):
             family.takes(arguments.lengths)
         found, missed = family.find(arguments)
         if found is None:
-            with Seldom():
+            with Seldom(), counters.timing("compile"):
                 return self._trace(arguments, family, missed)
         call, program = found
         if arguments.padding is not None:
@@ -222,9 +238,9 @@ class CompiledStep(BaseStep):
 
     def layouts(self) -> str:
         """What the layouts of the program that ran last communicate, as they were chosen over the
-        whole step: for each line of the user's (or module, under `xd.plan`) and operation its
-        layouts, the collectives, how often they run, their megabytes on a device by the estimate
-        that was chosen by, and those of its next best layout; and the sum.
+        whole step: for each module, line of the user's and operation its layouts, the collectives,
+        how often they run, their megabytes on a device by the estimate that was chosen by, and
+        those of its next best layout; and the sum.
 
         Raises:
             RuntimeError: they were not chosen (``layouts="torch"``, or no tensors on a mesh), or
@@ -387,7 +403,7 @@ class CompiledStep(BaseStep):
             made = program = self._program(traced, call, self._executables)
             result = program.run(call)
         except BaseException as error:
-            if made is None or not program.launched:
+            if made is None or not program.runs:
                 traced.undo(error)
             else:  # a scheduler's step: the program has done what it had to
                 self._keep(program, call, family)

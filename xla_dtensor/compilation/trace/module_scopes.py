@@ -17,11 +17,10 @@ import jax
 from torch import nn
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.source_line import BACKWARD, FORWARD, OPTIMIZER
 from xla_dtensor.base.torch_private import current_autograd_node, sequence_number
 from xla_dtensor.base.torch_private.attributes import sequence_number_of
 from xla_dtensor.compilation.code.patched import patched
-
-FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
 
 
 class ModuleScopes:
@@ -82,9 +81,17 @@ def scope(in_optimizer: bool) -> Any:
 
 @contextlib.contextmanager
 def naming_modules() -> Iterator[None]:
-    """Traces of the block name modules; one thread at a time."""
-    scopes = ModuleScopes()
-    original = nn.Module.__call__
+    """The trace of the block names modules; one thread at a time."""
+    with patched(_state, "scopes", ModuleScopes()):
+        yield
+
+
+@contextlib.contextmanager
+def entering_modules() -> Iterator[None]:
+    """In the block, which is in one of `naming_modules`, calls of modules are noted. It is as long
+    as the step's Python runs: what looks at that afterwards is to find ``nn.Module`` as it was."""
+    scopes, original = _state.scopes, nn.Module.__call__
+    assert scopes is not None
 
     @functools.wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -93,5 +100,5 @@ def naming_modules() -> Iterator[None]:
         with scopes.inside(module):
             return original(module, *args, **kwargs)
 
-    with patched(_state, "scopes", scopes), patched(nn.Module, "__call__", call):
+    with patched(nn.Module, "__call__", call):
         yield

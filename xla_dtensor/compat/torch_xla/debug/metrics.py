@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_dtensor.base.tables import cache
-from xla_dtensor.compilation.step.counters import total
+from xla_dtensor.base.tables.counters import total
 from xla_dtensor.runtime import live_programs
 
 

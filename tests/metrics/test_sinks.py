@@ -1,0 +1,75 @@
+"""Where metrics go."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xla_dtensor as xd
+
+
+class Writer:
+    """As TensorBoard's SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.found.append((name, value, step))
+
+
+class Run:
+    """As a run of wandb."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.found.append((values, step))
+
+
+def test_each_kind(tmp_path: Path) -> None:
+    writer, run, called = Writer(), Run(), Run()
+    file = tmp_path / "new" / "run.jsonl"
+    for where in (writer, run, called.log, file, str(file)):
+        with xd.metrics.to(where, every=2) as metrics:
+            for number in range(3):
+                metrics.after_step(number, loss=number / 2)
+    assert next((name, step) for name, _, step in writer.found) == ("loss", 1)
+    assert [(values["loss"], step) for values, step in run.found] == [(0.5, 1), (1.0, 2)]
+    assert [step for _, step in called.found] == [1, 2]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 1, 2]  # the second is added
+    assert all(line["step/seconds"] >= 0 and line["memory/host_megabytes"] > 10 for line in lines)
+
+
+def test_what_is_none_of_these() -> None:
+    with pytest.raises(TypeError, match="add_scalar"):
+        xd.metrics.to(3)
+    with pytest.raises(TypeError, match=r"what xd\.compile has returned"):
+        xd.metrics.to(print, step=lambda: None)
+    with pytest.raises(ValueError, match="every=0"):
+        xd.metrics.to(print, every=0)
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = xd.metrics.to(tmp_path / "run.jsonl", every=1)
+    (tmp_path / "run.jsonl").mkdir()  # can't be opened
+    with caplog.at_level(logging.WARNING, "xla_dtensor.metrics"):
+        for number in range(3):
+            metrics.after_step(number)
+    (record,) = caplog.records
+    assert "can't be written" in record.message
+
+
+def test_an_error_of_the_users_function_is_theirs() -> None:
+    def fails(values: Any, step: int) -> None:
+        raise OSError("no network")
+
+    metrics = xd.metrics.to(fails, every=1)
+    with pytest.raises(OSError, match="no network"):
+        metrics.after_step(1)

@@ -1,0 +1,70 @@
+"""Where metrics go: a file of JSON lines, TensorBoard's writer, wandb's run, any function."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger("xla_dtensor.metrics")
+
+Sink = Callable[[Mapping[str, float], int], None]
+
+
+def sink(where: Any) -> Sink:
+    """A function that is given metrics and the step's number.
+
+    Args:
+        where: as of `xla_dtensor.metrics.to`.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(where, str | os.PathLike):
+        return JsonLines(Path(where))
+    add_scalar, log = getattr(where, "add_scalar", None), getattr(where, "log", None)
+    if add_scalar is not None:
+
+        def add_all(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                add_scalar(name, value, step)
+
+        return add_all
+    function = log if log is not None and not callable(where) else where
+    if not callable(function):
+        raise TypeError(
+            f"xd.metrics.to({where!r}): give a file's name, an object with add_scalar "
+            "(TensorBoard's SummaryWriter) or log (a run of wandb), or a function that is called "
+            "with a dict of numbers and step="
+        )
+
+    def tell(values: Mapping[str, float], step: int) -> None:
+        function(dict(values), step=step)
+
+    return tell
+
+
+class JsonLines:
+    """A file with one JSON object in each line; lines are added to a file that is there.
+
+    Args:
+        path: of the file. Its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._told = path, False
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, values: Mapping[str, float], step: int) -> None:
+        line = {"step": step, "time": round(time.time(), 3), **values}
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk doesn't end a training run
+            if not self._told:
+                _log.warning("metrics can't be written, and the run goes on: %s", error)
+            self._told = True
