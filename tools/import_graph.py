@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("execution",),
     ("plans",),
     ("dispatch", "layouts"),
-    ("movement",),
+    ("movement", "blocks"),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
     ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
     ("debug", "tuning", "metrics"),

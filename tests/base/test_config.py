@@ -41,6 +41,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "torchtitan_step": {"whole": "whole", "parts": "parts"},
     "expert_capacity": {"1.25": 1.25},
     "device_memory": {"16e9": 16e9, "15000000000": 15e9},
+    "reproducible": {"across meshes": "across meshes", "on a mesh": "on a mesh"},
     "device": {"1": "xla", "xla": "xla", "0": "never", "never": "never", "auto": "auto"},
 }
 BAD_TEXTS = {
@@ -54,6 +55,7 @@ BAD_TEXTS = {
     "torchtitan_step": ["all"],
     "expert_capacity": ["0", "much", "None"],
     "device_memory": ["0", "16 GB", "inf"],
+    "reproducible": ["yes", "across", "1"],
     "device": ["yes", "cpu", "2"],
 }
 BAD_VALUES: dict[str, list[Any]] = {
@@ -68,6 +70,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "torchtitan_step": ["all", None],
     "expert_capacity": [0, -1, float("nan"), "1.25", True],
     "device_memory": [0, -1.0, float("inf"), "16e9", True],
+    "reproducible": [True, "meshes", None],
     "device": ["1", 1, True, None, "cpu"],
 }
 

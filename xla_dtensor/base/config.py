@@ -46,6 +46,7 @@ class Config:
         torchtitan_step: what of a trainer's step is one program.
         expert_capacity: how much room experts have for rows.
         device_memory: how much of a device a step's layouts may take.
+        reproducible: whether compiled steps give the same bits on any mesh.
         device: whether libraries that look for a device take "xla".
 
     Raises:
@@ -73,6 +74,7 @@ class Config:
     torchtitan_step: Literal["parts", "whole"]
     expert_capacity: float | None
     device_memory: float | None
+    reproducible: Literal["on a mesh", "across meshes"]
     device: Literal["auto", "xla", "never"]
 
     # To read one is to read a slot, on hot paths, too: what is kept there has been checked.

@@ -281,6 +281,14 @@ _SWITCHES = (
         "when a program is compiled",
     ),
     Switch(
+        "reproducible",
+        OneOf(("on a mesh", "across meshes")),
+        "on a mesh",
+        "Whether compiled steps give the same bits in each run on the same mesh and layouts, or "
+        "`across meshes`: on any number of devices and in any layout, at a price.",
+        "in `xd.compile`",
+    ),
+    Switch(
         "device",
         OneOf(("auto", "xla", "never"), (("1", "xla"), ("0", "never"))),
         "auto",

@@ -36,6 +36,7 @@ class RandomNumbers:
 class _ThreadState(threading.local):
     function: str | None = None
     formula: bool = False
+    in_blocks: bool = False
     swapping: bool = False
 
 
@@ -77,6 +78,26 @@ class in_formula:
 def is_in_formula() -> bool:
     """Whether this thread is in the formula of one of torch's optimizers."""
     return _state.formula
+
+
+class in_blocks:
+    """Let the thread know, for a block, whether it traces a step that is to have the same bits on
+    any mesh, so that operations have to be the same in any layout."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._outer = _state.in_blocks
+        _state.in_blocks = self._wanted
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.in_blocks = self._outer
+
+
+def is_in_blocks() -> bool:
+    """Whether this thread traces such a step."""
+    return _state.in_blocks
 
 
 def swaps_tensors() -> bool:

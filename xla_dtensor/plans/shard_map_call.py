@@ -64,6 +64,7 @@ class ShardMapCall:
         self._frame, self._leaves, self._results, self._sums = frame, leaves, results, sums
         self._padded, self._query = padded, query
         self._place = Target(platform_of(frame), [axes for axes in leaves if axes is not None])
+        self.on_one = Target(self._place.platform)
         self._others: dict[Any, ShardMapCall] = {}
 
     def call(
@@ -313,3 +314,20 @@ def _axes(shape: Any, placements: Placements, mesh: Any, whole: set[int]) -> Ten
         Replicate() if i in whole or isinstance(p, Partial) else p for i, p in enumerate(placements)
     )
     return dim_axes(own, mesh, len(shape))
+
+
+def whole_call(equation: Any) -> Any:
+    """The closed jaxpr of an equation of the primitive as it is on one device: of the operation
+    itself, on all of its operands."""
+    params = equation.params
+    lowered, place = params["lowered"], params["call"].on_one
+
+    def run(*operands: Any) -> list[Any]:
+        key, arrays = (operands[0], operands[1:]) if params["keyed"] else (None, operands)
+        left = iter(arrays)
+        leaves = [next(left) if number is None else number for number in params["numbers"]]
+        with at(place):
+            fresh, _ = lowered(lambda: key, leaves)
+        return list(fresh)
+
+    return jax.make_jaxpr(run)(*[v.aval for v in equation.invars])

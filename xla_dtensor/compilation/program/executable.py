@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from xla_dtensor import blocks
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.call.run import Outputs
@@ -41,6 +42,10 @@ class Executable:
         executables: those compiled so far, by their text; None to lower the program and no more.
         options: for XLA.
         lays_out: whether its values lie where it communicates least (`layouts/`).
+        in_blocks: whether its results have the same bits on any mesh (`blocks/`).
+
+    Raises:
+        UnsupportedOpError: they can't.
 
     Attributes:
         jaxpr: what is computed, laid out as was chosen, without ``executables``.
@@ -76,6 +81,7 @@ class Executable:
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
         lays_out: bool = False,
+        in_blocks: bool = False,
     ) -> None:
         self.lowering = Pinning()
         frame = traced.frame
@@ -98,6 +104,8 @@ class Executable:
             found = inputs.constants(donated, kept, hosts, words)
             # None: a cotangent, an input of the backward program alone. Nothing here depends on it.
             found = [0 if value is None else value for value in found]
+            if in_blocks:
+                return blocks.in_blocks(jaxpr, found, frame)
             results: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, found))()
             return results
 

@@ -34,6 +34,7 @@ from xla_dtensor.compilation.recorded.node import NodeCall, WithHistory
 from xla_dtensor.compilation.recorded.split import reordered
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.watch.watch import Watch
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.storage import Storage
@@ -51,6 +52,7 @@ class Program:
         options: for XLA.
         lays_out: whether its values lie where it communicates least (`layouts/`), and not where
             each operation's rule has them.
+        in_blocks: whether its results have the same bits on any mesh (`blocks/`).
 
     Attributes:
         traced: what it is compiled from.
@@ -67,6 +69,7 @@ class Program:
         executables: Cache[Any, Any] | None,
         options: dict[str, Any] | None,
         lays_out: bool = False,
+        in_blocks: bool = False,
     ) -> None:
         self.traced, self.options, self.runs = traced, options, 0
         self._anchor: Callable[[], Storage | None] = lambda: None
@@ -76,6 +79,12 @@ class Program:
             outside.grad = None
         forms = [form.placed(traced.frame) for form in traced.outputs.forms]
         history = traced.outputs.history
+        if in_blocks and history is not None:
+            raise UnsupportedOpError(
+                'a step with xd.config.reproducible = "across meshes" gives results with a '
+                "history, whose backward pass would be another program: call backward() in the "
+                "step, or return results that are detached"
+            )
         self._backward: BackwardPass | None = None
         if history is None:
             order = outputs_in_order(inputs.donated.sources, len(forms))
@@ -99,6 +108,7 @@ class Program:
             executables=executables,
             options=options,
             lays_out=lays_out,
+            in_blocks=in_blocks,
         )
 
     @property

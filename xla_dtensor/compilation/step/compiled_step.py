@@ -12,7 +12,7 @@ from typing import Any, Literal
 from xla_dtensor.base import assertions, events, executor, interrupts
 from xla_dtensor.base.tables import counters
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.base.thread_state import tracing
+from xla_dtensor.base.thread_state import in_blocks, tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.call.retraces import ManyTraces
@@ -69,11 +69,13 @@ class CompiledStep(BaseStep):
         checks: bool = False,
         buckets: Mapping[str, Any] | None = None,
         layouts: Literal["step", "torch"] = "step",
+        blocks: bool = False,
     ) -> None:
-        super().__init__(function, compiler_options, audit, checks, buckets, layouts)
+        super().__init__(function, compiler_options, audit, checks, buckets, layouts, blocks)
         self._options = compiler_options
         self._audit = audit
-        self._lays_out = layouts == "step"
+        # What is computed in blocks must be the same operations on each mesh.
+        self._lays_out, self._in_blocks = layouts == "step" and not blocks, blocks
         self._checks = assertions.asking(checks)
         self._buckets = None if buckets is None else BucketedArguments(function, buckets)
         self._calls = 0
@@ -223,7 +225,7 @@ class CompiledStep(BaseStep):
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
         lazy.flush_all()
-        with self._lock, tracing, self._checks, Seldom():
+        with self._lock, tracing, self._checks, in_blocks(self._in_blocks), Seldom():
             traces = self._traces.copy()
             arguments = Arguments(args, kwargs, traces.reads)
             try:
@@ -389,7 +391,7 @@ class CompiledStep(BaseStep):
         """Make a program and run it; ``missed`` says why the first one that there was doesn't
         fit."""
         why = family.explain(arguments, self._last) if missed is None else missed.why
-        with tracing, self._checks:
+        with tracing, self._checks, in_blocks(self._in_blocks):
             try:
                 traced = self._traces.made(arguments, family, missed)
             except ReadsMore as more:
@@ -424,7 +426,8 @@ class CompiledStep(BaseStep):
     def _program(
         self, traced: Traced, arguments: Arguments, executables: Cache[Any, Any] | None
     ) -> Program:
-        return Program(traced, arguments, executables, self._options, self._lays_out)
+        how = self._lays_out, self._in_blocks
+        return Program(traced, arguments, executables, self._options, *how)
 
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
@@ -437,5 +440,5 @@ class CompiledStep(BaseStep):
         """Every n-th call: the audit."""
         self._calls += 1
         if self._calls % self._audit == 0:
-            with tracing, self._checks:
+            with tracing, self._checks, in_blocks(self._in_blocks):
                 compare(self._name(), self._function, program.traced, arguments)

@@ -125,6 +125,11 @@ def compile(
                 "checks= (indices are looked at as in eager code: xd.config.checks), no buckets= "
                 'and no layouts="step"'
             )
+        if config.reproducible == "across meshes":
+            raise ValueError(
+                'xd.compile(watch="replay") with xd.config.reproducible = "across meshes": a '
+                'replayed step has no such programs; leave watch="replay" out'
+            )
         return ReplayedStep(function, compiler_options)
     if watch != "auto":
         raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
@@ -135,7 +140,10 @@ def compile(
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = config.checks in assertions.COMPILED if checks is None else checks
-    return CompiledStep(function, compiler_options, audit, checks, buckets, layouts or "step")
+    in_blocks = config.reproducible == "across meshes"
+    return CompiledStep(
+        function, compiler_options, audit, checks, buckets, layouts or "step", in_blocks
+    )
 
 
 def load_compiled(path: str | Path, step: CompiledStep, *, trusted: bool = False) -> int:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from xla_dtensor.base.ours import is_ours
+from xla_dtensor.base.thread_state import is_in_blocks
 from xla_dtensor.integration.distributed.context_parallel import causal_mask
 from xla_dtensor.integration.operators import flash_attention, recurrent
 from xla_dtensor.integration.operators.flash_attention import Attention
@@ -160,6 +161,8 @@ def rms_norm_apart(
     from xla_dtensor.rules.merging import shard_dim
 
     fused, shape = torch.ops.aten._fused_rms_norm.default, tuple(normalized_shape)
+    if is_in_blocks():
+        return NotImplemented  # the composition rounds otherwise
     first = input.ndim - len(shape)
     placements: Any = getattr(input, "placements", ())
     if not any(d is not None and d >= first for d in map(shard_dim, placements)):

@@ -1,0 +1,173 @@
+"""Evaluates a jaxpr with everything that adds numbers up computed in blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from xla_dtensor.blocks.convolutions import convolution
+from xla_dtensor.blocks.mapped import Cut, mapped
+from xla_dtensor.blocks.products import product, total
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.layouts.calls import CALLS, called
+from xla_dtensor.layouts.factors import is_elementwise
+from xla_dtensor.lowering.ops.rounded import rounded
+from xla_dtensor.mesh import Frame
+from xla_dtensor.plans.shard_map_call import whole_call
+
+_CUTS: dict[str, Callable[[Any], Cut | None]] = {
+    "dot_general": product,
+    "reduce_sum": total,
+}
+
+# What only moves numbers, or finds one among them: the same on any mesh. What gives no floating
+# point numbers is exact, too.
+_MOVES = """
+    argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice dynamic_update_slice
+    expand_dims gather iota optimization_barrier pad padded reduce_and reduce_max reduce_min
+    reduce_or reshape reshard rev sharding_constraint slice sort split squeeze stack strided_slice
+    top_k transpose
+"""
+# Elementwise operations that don't compute.
+_TAKES = """
+    abs clamp convert_element_type copy copy_p imag max min neg pin real reduce_precision reshard
+    scattered select_n sign stop_gradient
+"""
+# What runs the jaxprs among its parameters, as they are.
+_RUNS = "scan while cond for_each custom_vmap_call checkpoint remat"
+# Computed for each shard, by the user or (factorizations) by this library, or outside of XLA.
+_REFUSES = """
+    shard_map psum all_gather all_to_all ppermute pure_callback io_callback cholesky eig eigh
+    hessenberg householder_product lu qr schur svd triangular_solve tridiagonal tridiagonal_solve
+"""
+_EXACT, _NOT_ROUNDED = frozenset(_MOVES.split()), frozenset(_TAKES.split())
+_BODIES, _REFUSED = frozenset(_RUNS.split()), frozenset(_REFUSES.split())
+_ARITHMETIC = {"add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div"}
+
+
+def in_blocks(jaxpr: Jaxpr, constants: Sequence[Any], frame: Frame | None) -> list[Any]:
+    """The results of a jaxpr that takes nothing but constants, with the same bits on any mesh.
+
+    Args:
+        jaxpr: of a step.
+        constants: its constants, in their order.
+        frame: the devices that it runs on; None for one.
+
+    Raises:
+        UnsupportedOpError: something in it can't be computed so.
+    """
+    return _run(jaxpr, constants, [], frame)
+
+
+def _run(jaxpr: Any, constants: Sequence[Any], given: Sequence[Any], frame: Frame | None) -> Any:
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values.update(zip(jaxpr.invars, given, strict=True))
+
+    def value_of(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [*map(value_of, equation.invars)]
+        with equation.ctx.manager, jax.named_scope(str(equation.source_info.name_stack)):
+            results = _computed(equation, operands, frame)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [*map(value_of, jaxpr.outvars)]
+
+
+def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Sequence[Any]:
+    name, params = equation.primitive.name, equation.params
+    if name in CALLS:
+        inner = params.get("jaxpr") or params["call_jaxpr"]
+        return _run(called(equation), getattr(inner, "consts", ()), operands, frame)
+    if name == "cut":
+        found = whole_call(equation)
+        return _run(found.jaxpr, found.consts, operands, frame)
+    if name == "custom_partitioning":
+        call = params["call"]
+        return _run(call.jaxpr, call.consts, operands, frame)
+    if name in _REFUSED:
+        raise UnsupportedOpError(
+            f'{name} in a step with xd.config.reproducible = "across meshes": what is computed for '
+            "each shard, or outside of XLA, depends on the mesh. Write it as plain operations, or "
+            "compile this step without the switch"
+        )
+    bind = functools.partial(_bind, equation)
+    if name in _BODIES:
+        return _bind(equation, *operands, **_inside(params, frame))
+    if name in _EXACT or not any(map(_is_float, equation.outvars)):
+        return bind(*operands)
+    if is_elementwise(equation) and not any(map(_is_complex, equation.invars)):
+        return _rounded(equation, operands)
+    groups = params.get("feature_group_count"), params.get("batch_group_count")
+    if name == "conv_general_dilated" and groups == (1, 1):
+        left, right = map(jnp.asarray, operands)
+        return convolution(equation, left, right, frame)
+    if name == "prefix_scan":
+        bind = functools.partial(_bind, equation, devices=1)  # its order depends on how many
+    cut = _CUTS[name](equation) if name in _CUTS else None
+    return mapped(bind, [*map(jnp.asarray, operands)], cut, frame)
+
+
+def _bind(equation: Any, *operands: Any, **changed: Any) -> Sequence[Any]:
+    """The results of one equation."""
+    given = [Var(v.aval) for v in equation.invars]
+    alone = equation.replace(invars=given, params={**equation.params, **changed})
+    parts = {"invars": given, "outvars": equation.outvars, "effects": equation.effects}
+    jaxpr = _nothing().replace(**parts, eqns=[alone])
+    results: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*operands)
+    return results
+
+
+def _rounded(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """An elementwise operation, rounded for itself: XLA would rearrange it together with those that
+    it is fused with, and which these are depends on the mesh."""
+    name = equation.primitive.name
+    if name in _NOT_ROUNDED or any(v.aval.dtype == bool for v in equation.outvars):
+        return _bind(equation, *operands)
+    if name in _ARITHMETIC:
+        return [rounded(_ARITHMETIC[name], *map(jnp.asarray, operands))]
+    return [jnp.where(x != x, jnp.nan, x) for x in _bind(equation, *operands)]
+
+
+def _is_complex(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.complexfloating)
+
+
+@functools.cache
+def _nothing() -> Any:
+    """A jaxpr that does nothing, with no names of arguments and results."""
+    jaxpr = jax.make_jaxpr(lambda: None)().jaxpr
+    debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return jaxpr.replace(debug_info=debug)
+
+
+def _is_float(variable: Any) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+
+
+def _inside(params: dict[str, Any], frame: Frame | None) -> dict[str, Any]:
+    """The jaxprs among an equation's parameters, of loops and branches, in blocks."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            run = functools.partial(_flat, value.jaxpr, value.consts, frame)
+            return jax.make_jaxpr(run)(*value.in_avals)
+        if isinstance(value, Jaxpr):
+            run = functools.partial(_flat, value, (), frame)
+            return jax.make_jaxpr(run)(*[v.aval for v in value.invars]).jaxpr
+        return value
+
+    return {
+        key: jax.tree.map(changed, value)
+        for key, value in params.items()
+        if any(isinstance(each, ClosedJaxpr | Jaxpr) for each in jax.tree.leaves(value))
+    }
+
+
+def _flat(jaxpr: Any, constants: Sequence[Any], frame: Frame | None, *given: Any) -> Any:
+    return _run(jaxpr, constants, given, frame)
