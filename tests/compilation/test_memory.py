@@ -109,6 +109,32 @@ def test_results_go_without_a_collection(mesh_2x4: DeviceMesh) -> None:
         gc.enable()
 
 
+def test_batches_go_without_a_collection(mesh_2x4: DeviceMesh) -> None:
+    """What a call is given is free when the caller lets go of it: of a hundred batches that wait
+    for the collector a device has no room."""
+    weight = xd.distribute_tensor(torch.ones(8, 4), mesh_2x4, [xd.Replicate()] * 2)
+    total = [torch.zeros((), device="xla")]
+
+    def step(x: torch.Tensor, scale: dict[str, float]) -> torch.Tensor:
+        total[0] = (x @ weight).sum().to_local() * scale["by"] + total[0]
+        return total[0].detach()
+
+    step = xd.compile(step)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = []
+        for number in range(6):
+            x = xd.distribute_tensor(torch.ones(16, 8), mesh_2x4, [xd.Shard(0), xd.Replicate()])
+            step(x, {"by": float(number)})
+            alive.append(weakref.ref(x._storage_))
+            del x
+        # The last call may be done again (`step.again()`).
+        assert [ref() is not None for ref in alive] == [*[False] * 5, True]
+    finally:
+        gc.enable()
+
+
 def test_residuals_are_activations_as_they_lie(mesh_2x4: DeviceMesh) -> None:
     """No parameters in another order, and nothing replicated that isn't."""
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))

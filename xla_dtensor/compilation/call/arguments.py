@@ -66,7 +66,8 @@ class Arguments:
             programs.
         carried: the same of what the step has kept from its last call (`carrying`), which comes
             behind the arguments.
-        given: the arguments alone.
+        given: the arguments alone; None where there is nothing else. (A reference to itself would
+            keep a batch until the next collection of cycles.)
         padding: what has been padded of them, or None.
         lengths: the numbers that are the lengths of what has been, by position.
     """
@@ -75,6 +76,7 @@ class Arguments:
     carried: tuple[Any, ...] = ()
     lengths: frozenset[int] = frozenset()
     fields: frozenset[int] = frozenset()
+    given: Arguments | None = None
     _inputs, _all_inputs, _in_record = True, False, False
     _carried_names: Sequence[str] = ()
     _cut: Mapping[int, torch.Tensor] = MappingProxyType({})
@@ -103,7 +105,6 @@ class Arguments:
         if kwargs:
             structure = structure, tuple(kwargs), tuple(map(self._structure, kwargs.values()))
         self.key = (structure, tuple(self._parts), aliases(self.tensors), global_state())
-        self.given = self
         self._positions = self._index
 
     def _structure(self, value: Any) -> Any:
@@ -238,10 +239,11 @@ class Arguments:
 
     def carrying(self, places: Sequence[Carried]) -> Arguments | None:
         """These, and behind them what is in ``places`` now; None if it can't be an argument."""
-        given = self.given
+        given = self.given or self
         if not places:
             return given
         more = given._copy()
+        more.given = given
         more.values, more.tensors = list(given.values), list(given.tensors)
         more.numbers = dict(given.numbers)
         names: list[str] = []
@@ -348,7 +350,7 @@ class Arguments:
             return self
         more = self._copy()
         cut: dict[int, torch.Tensor] = {}
-        more.given, more._cut = more, cut
+        more.given, more._cut = None, cut
         for tensor in self.tensors:
             if has_history(tensor) and id(tensor) not in cut:
                 leaf = cut[id(tensor)] = tensor.detach().requires_grad_()

@@ -71,7 +71,7 @@ class Start:
             )
         self.function, self.recorder, self.fixed = function, recorder, fixed
         self.names_of_carried = carried
-        caller = arguments.given
+        caller = arguments.given or arguments
         arguments = caller.without_history()
         pairs = zip(arguments.tensors, caller.tensors, strict=True)
         self.cut = [mine for mine, theirs in pairs if mine is not theirs]

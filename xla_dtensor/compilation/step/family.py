@@ -85,7 +85,7 @@ class Family:
                 places.setdefault(where, program.traced.carried)
         found = []
         for where, carried in (places or {(): []}).items():
-            call = arguments.carrying(carried) if carried else arguments.given
+            call = arguments.carrying(carried) if carried else arguments.given or arguments
             if call is not None:
                 found.append((call, self._programs_for(call, where)))
         return found
