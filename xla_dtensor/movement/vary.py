@@ -51,6 +51,14 @@ def forget_variation(tensor: XLATensor, varying: Axes) -> None:
     storage.write(same._storage_.array, same._form)
 
 
+def let_vary(storage: Storage, form: Form) -> None:
+    """Let each device have the value of ``storage`` for its own, as in ``form``."""
+    assert form.frame is not None
+    with torch.no_grad():
+        own = vary(XLATensor(storage, storage.form), form.varying, form.frame)
+    storage.write(own._storage_.array, own._form)
+
+
 class _Vary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
