@@ -31,8 +31,8 @@ class TracedOutputs:
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         host_writes: (CPU tensor from outside, what gives its new value).
         host_grads: (CPU leaf from outside, what gives its new gradient, or None).
-        come_apart: (storage from outside of which the devices have one value before the step, its form
-            after it, when each has its own).
+        come_apart: (storage from outside of which the devices have one value before the step, its
+            form after it, when each has its own).
         left: (storage that the step made and left somewhere unknown, output).
         judges, judged: what judges by which output whether what must hold does.
         random_operations: how many operations draw from the generator.
