@@ -37,7 +37,7 @@ class Training:
     def __init__(self, plan: Plan, model: Any, spec: Any, steps: int, dims: Any) -> None:
         self.model = model
         self.loss = release.loss(plan, model, spec)
-        self.optimizers, self.schedulers = release.optimizers(model, spec, steps, dims)
+        self.optimizers, self.schedulers = release.optimizers([model], spec, steps, dims)
         self.context = release.context(plan, dims)
         self.about_experts = {"ep_enabled": True} if plan.ep > 1 else {}
 
@@ -90,24 +90,29 @@ def parallelized(spec: Any, plan: Plan, *, initialise: bool = True) -> tuple[Any
     if initialise:  # which reads values: not in xd.abstract
         with torch.no_grad():
             model.init_weights(buffer_device=None)
-    model.train()
-    return model, dims
+    return model.train(), dims
 
 
 def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) -> Run:
     """The run on an xla mesh, every part torchtitan's."""
     with release.on_mesh(plan):
         model, dims = parallelized(spec, plan)
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, dict(state), options=options)
+        put(model, state)
         training = Training(plan, model, spec, steps, dims)
         step = xd.compile(training.step) if compiled else training.step
-        run = Run([], [], step, model)
+        run = Run([], [], model=model)
         for batch in batches(steps, release.vocabulary(spec), plan):
             losses, norm = step(*on_mesh_inputs(batch, plan, dims, model))
             run.losses.append(sum(release.total(loss, dims) for loss in losses))
             run.norms.append(norm.item())
+        run.recompilations = step.recompilations if compiled else []
         return run
+
+
+def put(model: Any, state: dict[str, torch.Tensor]) -> None:
+    """Write ``state`` to the parameters and buffers."""
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, dict(state), options=options)
 
 
 def on_mesh_inputs(
@@ -116,13 +121,13 @@ def on_mesh_inputs(
     """What a step takes of a batch: its micro-batches, and how many tokens count."""
     micro = []
     for piece in batch.pieces(plan.micro_batches):
-        tokens, labels, positions = (_to_ranks(tensor, plan, dims) for tensor in piece)
+        tokens, labels, positions = (to_ranks(tensor, plan, dims) for tensor in piece)
         others = release.others(model, plan, positions)
         micro.append(release.inputs(tokens, labels, others, plan, dims))
     return micro, batch.valid.to("xla")
 
 
-def _to_ranks(tensor: torch.Tensor, plan: Plan, dims: Any) -> torch.Tensor:
+def to_ranks(tensor: torch.Tensor, plan: Plan, dims: Any) -> torch.Tensor:
     """Each data-parallel rank's own rows."""
     if plan.ranks == 1:
         return release.rows(tensor).to("xla")

@@ -58,12 +58,21 @@ def expected(title: str, plan: Plan, steps: int) -> Run:
     return _expected[key]
 
 
+def on_mesh(title: str, plan: Plan, steps: int, compiled: bool) -> Run:
+    """The run on a mesh, or on those of a pipeline's stages."""
+    run = harness.on_mesh
+    if plan.pp > 1:
+        from tests.torchtitan import pipeline  # the main line's alone
+
+        run = pipeline.on_mesh
+    spec, state = model_of(title)
+    return run(spec, plan, state, steps, compiled=compiled)
+
+
 def _measure(row: table.Row, steps: int, compiled: bool) -> tuple[float, int]:
     title, plan = row.model.removesuffix(release.suffix), Plan(**row.about)
-    spec, state = model_of(title)
-    run = harness.on_mesh(spec, plan, state, steps, compiled=compiled)
-    off = run.off(expected(title, plan, steps))
-    return off, len(run.step.recompilations) if compiled else 0
+    run = on_mesh(title, plan, steps, compiled)
+    return run.off(expected(title, plan, steps)), len(run.recompilations)
 
 
 if __name__ == "__main__":

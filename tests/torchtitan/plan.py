@@ -18,6 +18,7 @@ class Plan:
 
     Attributes:
         dp_replicate, dp_shard, cp, tp, ep: degrees.
+        pp: how many stages there are, on devices of their own.
         backend: ``spmd_backend``; "" for the release's own choice.
         sequence_parallel: ``enable_sequence_parallel``.
         loss: "plain" or "chunked", which are vocab-parallel with ``tp``, or "whole", of 0.2.2.
@@ -33,6 +34,7 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     backend: str = ""
     sequence_parallel: bool = True
     loss: str = "plain"
@@ -49,13 +51,13 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices (of a stage)."""
         return self.ranks * self.cp * self.tp
 
     @property
     def on_one_device(self) -> Plan:
         """The same training without parallelism."""
-        one = dataclasses.replace(self, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1)
+        one = dataclasses.replace(self, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, pp=1)
         return dataclasses.replace(one, backend="", balancer=None)
 
 
@@ -65,7 +67,7 @@ class Run:
 
     losses: list[float]
     norms: list[float]
-    step: Any = None
+    recompilations: list[str] = dataclasses.field(default_factory=list)
     model: Any = None
 
     def off(self, other: Run) -> float:
@@ -86,10 +88,14 @@ class Batch:
         """How many tokens count."""
         return (self.labels != -100).sum()
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return self.tokens, self.labels, self.positions
+
     def pieces(self, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Micro-batches."""
-        parts = (self.tokens, self.labels, self.positions)
-        return zip(*(part.chunk(count) for part in parts), strict=True)
+        return zip(*(tensor.chunk(count) for tensor in self.tensors), strict=True)
 
 
 def batches(count: int, vocabulary: int, plan: Plan) -> list[Batch]:

@@ -57,7 +57,7 @@ def test_a_narrower_slice_learns_as_in_one_process(flavor: str) -> None:
     run = harness.on_mesh(spec, PLAN, state, 4, compiled=True)
     assert run.off(expected) < 1e-5
     assert run.losses[-1] < run.losses[0] - 0.05
-    assert run.step.recompilations == []
+    assert run.recompilations == []
 
 
 @of_each

@@ -120,13 +120,13 @@ class Release:
             model._skip_lm_head = True
         return lambda predictions, labels, valid: loss(predictions, labels, valid)[0]
 
-    def optimizers(self, model: Any, spec: Any, steps: int, dims: Any) -> tuple[Any, Any]:
+    def optimizers(self, models: list[Any], spec: Any, steps: int, dims: Any) -> tuple[Any, Any]:
         """Them and their schedules."""
-        optimizers = default_adamw(lr=1e-3).build(model_parts=[model])
+        optimizers = default_adamw(lr=1e-3).build(model_parts=models)
         config = LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8)
         schedulers = config.build(optimizers=optimizers, training_steps=steps)
         if spec.post_optimizer_build_fn is not None:  # experts' load is balanced
-            spec.post_optimizer_build_fn(optimizers, [model], dims)
+            spec.post_optimizer_build_fn(optimizers, models, dims)
         return optimizers, schedulers
 
     def context(self, plan: Plan, dims: ParallelDims) -> Any:

@@ -39,6 +39,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "dp2 x tp2, full checkpointing": {"dp_shard": 2, "tp": 2, "checkpointing": "full"},
     "dp2 x tp2, selective checkpointing": {"dp_shard": 2, "tp": 2, "checkpointing": "selective"},
     "dp2 x tp2, 2 micro-batches": {"dp_shard": 2, "tp": 2, "micro_batches": 2},
+    "pp2 x dp2": {"pp": 2, "dp_shard": 2, "micro_batches": 2},
+    "pp2 x dp2 x tp2": {"pp": 2, "dp_shard": 2, "tp": 2, "micro_batches": 2},
 }
 DENSE = {name: {**about, **FLEX} for name, about in DENSE.items()}
 SOME = {name: DENSE[name] for name in ("dp4", "tp4", "dp2 x tp2", "dp2 x cp2")}

@@ -72,9 +72,9 @@ class _Release:
     def loss(self, plan: Plan, model: Any, spec: Any) -> Any:
         return lambda predictions, labels, valid: cross_entropy_loss(predictions, labels) / valid
 
-    def optimizers(self, model: Any, spec: Any, steps: int, dims: Any) -> tuple[Any, Any]:
+    def optimizers(self, models: list[Any], spec: Any, steps: int, dims: Any) -> tuple[Any, Any]:
         config = self._config(Plan())
-        optimizers = build_optimizers([model], config.optimizer, dims)
+        optimizers = build_optimizers(models, config.optimizer, dims)
         return optimizers, build_lr_schedulers(optimizers, config.lr_scheduler, steps)
 
     def context(self, plan: Plan, dims: ParallelDims) -> Any:
