@@ -82,6 +82,7 @@ _MODULES = {
     "jax": "xla_dtensor.jax_programs",
     "parallel": "xla_dtensor.parallel",
     "pipeline": "xla_dtensor.pipeline",
+    "row_exchange": "xla_dtensor.movement.row_exchange",
     "rules": "xla_dtensor.rules",
     "weights": "xla_dtensor.weights",
 }
@@ -164,6 +165,7 @@ __all__ = [
     "plan",
     "register_rule",
     "replicate",
+    "row_exchange",
     "rules",
     "scan_layers",
     "set_mesh",
