@@ -86,11 +86,16 @@ def parallelized(spec: Any, plan: Plan, *, initialise: bool = True) -> tuple[Any
     dims = release.dims(plan)
     dims.build_mesh()
     model = release.parallelize(release.build(spec, plan), spec, plan, dims)
+    return on_devices(model, initialise=initialise), dims
+
+
+def on_devices(model: Any, *, initialise: bool = True) -> Any:
+    """A parallelized model's parameters and buffers, as the trainer makes them."""
     model.to_empty(device="xla")
     if initialise:  # which reads values: not in xd.abstract
         with torch.no_grad():
             model.init_weights(buffer_device=None)
-    return model.train(), dims
+    return model.train()
 
 
 def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) -> Run:

@@ -49,10 +49,8 @@ def _stages(spec: Any, plan: Plan, state: Any, compiled: bool) -> tuple[list[Any
         ):
             dims.build_mesh()
         part = release.parallelize(split_module(model, own), spec, plan, dims)
-        part.to_empty(device="xla")
-        with torch.no_grad():
-            part.init_weights(buffer_device=None)
-        harness.put(part.train(), {name: state[name] for name in part.state_dict()})
+        harness.on_devices(part)
+        harness.put(part, {name: state[name] for name in part.state_dict()})
         part = _Part(part, plan, dims)
         stages.append(xd.pipeline.PipelineStage(part, i, plan.pp, meshes[i], compile=compiled))
         found.append(dims)
