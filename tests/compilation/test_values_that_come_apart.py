@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 import xla_dtensor as xd
 
@@ -26,6 +27,26 @@ def test_a_count_is_one_program_from_the_start(mesh_2x4: DeviceMesh) -> None:
     compiled(x)
     assert [t.tolist() for t in count.local_values()[::4]] == [[0, 0], [3, 3]]
     assert compiled.compilations == 1
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial()])
+def test_so_is_a_sharded_one(mesh_2x4: DeviceMesh, placement: Placement) -> None:
+    """Laid out along "tp", it varies along "dp" from the first step on."""
+    tp, dp = mesh_2x4["tp"], xd.collectives.axis_index(mesh_2x4, "dp")
+    count = DTensor.from_local(torch.zeros(2, device="xla"), tp, [placement])
+
+    def step(x: torch.Tensor) -> None:
+        count.add_(DTensor.from_local(x + dp, tp, [placement]))
+
+    compiled, x = xd.compile(step), xd.from_device_values([torch.ones(2)] * 4, tp)
+    for i in range(1, 4):
+        compiled(x)
+        own = count.full_tensor().local_values()
+        parts = 4 if placement.is_partial() else 1
+        size = 8 if placement.is_shard() else 2
+        assert own[0].tolist() == [parts * i] * size
+        assert own[4].tolist() == [2 * parts * i] * size
+    assert compiled.compilations == 1 and compiled.recompilations == []
 
 
 def test_another_one_has_a_program_of_its_own(mesh_2x4: DeviceMesh) -> None:

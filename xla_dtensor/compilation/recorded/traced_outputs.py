@@ -136,5 +136,6 @@ class TracedOutputs:
 
 
 def _comes_apart(before: Form, after: Form) -> bool:
-    """Whether the devices had one value, and now each has its own."""
-    return before.mesh is None and after.mesh is None and set(before.varying) < set(after.varying)
+    """Whether the devices had one value, and now each has its own, laid out as it was."""
+    layout = lambda form: (form.mesh, form.placements)
+    return layout(before) == layout(after) and set(before.varying) < set(after.varying)
