@@ -235,8 +235,8 @@ def _enter_once(original: Any, args: Any, kwargs: Any) -> Any:
     """The context of forward and backward names its meshes when it is entered: it is before the
     first step, which then finds what the others find, and is the same program."""
     context, dims = original(*args, **kwargs), kwargs.get("parallel_dims")
-    meshes = getattr(dims, "_single_axis_meshes", {}).values()
-    if any(mesh.device_type == "xla" for mesh in meshes):
+    typed = dims is not None and dims.spmd_backend == "spmd_types"
+    if typed and dims.world_mesh.device_type == "xla":
         with context():
             pass
     return context
