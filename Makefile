@@ -65,17 +65,17 @@ $(TITAN_VENV)/.installed: pyproject.toml constraints.txt $(TITAN_PINS)
 CLASSIC := PYTHONPATH=$(abspath $(TITAN_CLASSIC)) $(TITAN)
 test-torchtitan: env-torchtitan ## torchtitan's models and trainer (ARGS="-m slow" for the rest)
 	$(TITAN) -m pytest -m 'not slow' tests/torchtitan $(ARGS)
-	$(CLASSIC) -m pytest -m 'not slow' tests/torchtitan_classic $(ARGS)
+	$(CLASSIC) -m pytest -m 'not slow' tests/torchtitan/test_models.py $(ARGS)
 
 # The main line, where its source is at hand (TORCHTITAN_SOURCE=folder), which comes first there.
 TITAN_MAIN := PYTHONPATH=$(abspath $(TORCHTITAN_SOURCE)) $(TITAN)
 test-torchtitan-main: env-torchtitan ## the main line's models (TORCHTITAN_SOURCE=folder)
-	$(TITAN_MAIN) -m pytest -m 'not slow' tests/torchtitan_main $(ARGS)
+	$(TITAN_MAIN) -m pytest -m 'not slow' tests/torchtitan/test_models.py $(ARGS)
 
 torchtitan-parity: env-torchtitan ## the table of docs/torchtitan.md, 20 steps of each plan (half an hour; goes on where it was stopped)
 	$(TITAN) -W ignore -m tests.torchtitan.parity $(ARGS)
-	$(CLASSIC) -W ignore -m tests.torchtitan_classic.parity $(ARGS)
-	$(if $(TORCHTITAN_SOURCE),$(TITAN_MAIN) -W ignore -m tests.torchtitan_main.parity $(ARGS))
+	$(CLASSIC) -W ignore -m tests.torchtitan.parity $(ARGS)
+	$(if $(TORCHTITAN_SOURCE),$(TITAN_MAIN) -W ignore -m tests.torchtitan.parity $(ARGS))
 
 # transformers likewise: what it wants of tokenizers and the hub needn't be what torchtitan wants.
 HF_VENV ?= .venv-transformers

@@ -83,6 +83,7 @@ _MODULES = {
     "metrics": "xla_dtensor.metrics",
     "parallel": "xla_dtensor.parallel",
     "pipeline": "xla_dtensor.pipeline",
+    "row_exchange": "xla_dtensor.movement.row_exchange",
     "rules": "xla_dtensor.rules",
     "weights": "xla_dtensor.weights",
 }
@@ -166,6 +167,7 @@ __all__ = [
     "plan",
     "register_rule",
     "replicate",
+    "row_exchange",
     "rules",
     "scan_layers",
     "set_mesh",

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import xla_dtensor as xd
-from xla_dtensor.mesh.group import resolve_group
-from xla_dtensor.movement import row_exchange
+from xla_dtensor import row_exchange
 
 DEVICES, KINDS, ROWS, WIDTH = 4, 3, 10, 5
 
@@ -45,8 +44,6 @@ def expected(
 def test_there_and_back(case: str, capacity: float | None, compiled: bool) -> None:
     """Each device doubles what it gets; values, order, counts and gradients."""
     mesh = xd.init_device_mesh("xla", (2, DEVICES), mesh_dim_names=("dp", "ep"))["ep"]
-    group = resolve_group(mesh.get_group())
-    assert group is not None
     kinds = CASES[case].sort(dim=1).values
     counts = torch.nn.functional.one_hot(kinds, DEVICES * KINDS).sum(1)
     rows = [torch.randn(ROWS, WIDTH) for _ in range(DEVICES)]
@@ -57,13 +54,13 @@ def test_there_and_back(case: str, capacity: float | None, compiled: bool) -> No
     def there_and_back(own: torch.Tensor, counts: torch.Tensor, weight: torch.Tensor):
         per_kind = row_exchange.kept(counts.view(DEVICES, KINDS), slots)
         to_each = counts.view(DEVICES, KINDS).sum(1)
-        sent = row_exchange.send(own, to_each, slots, group)
-        arrived = xd.collectives.all_to_all(per_kind, group)
+        sent = row_exchange.send(own, to_each, slots, mesh)
+        arrived = xd.collectives.all_to_all(per_kind, mesh)
         order = row_exchange.by_kind(arrived, slots)
         sorted_rows = sent[order]
         again = torch.empty_like(sent)
         again[order] = sorted_rows * 2
-        back = row_exchange.give_back(again, ROWS, to_each, slots, group)
+        back = row_exchange.give_back(again, ROWS, to_each, slots, mesh)
         (back * weight).sum().backward()
         return sorted_rows.detach(), arrived, back.detach()
 

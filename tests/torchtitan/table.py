@@ -1,5 +1,5 @@
 """The table of docs/torchtitan.md, and the runs that it is made of, which are kept: a table whose
-making is stopped goes on. It imports no torchtitan: 0.2.2's rows are made with it, too."""
+making is stopped goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import xla_dtensor as xd
 HEAD = "| model | plan | steps | compiled | eager | recompiled |\n|---|---|---|---|---|---|"
 ROOT = Path(__file__).parents[2]
 # What a run's losses come from.
-HARNESSES = ("torchtitan", "torchtitan_classic", "torchtitan_main")
-CODE = ("xla_dtensor", *(f"tests/{folder}/harness.py" for folder in HARNESSES))
+OF_TESTS = ("harness.py", "plan.py", "releases")
+CODE = ("xla_dtensor", *(f"tests/torchtitan/{name}" for name in OF_TESTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ losses and those of one process, and how often the step was compiled again."""
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that both versions' tables take."""
+    """The arguments."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--steps", type=int, default=20)
     made.add_argument("--compiled", action="store_true", help="leave the eager runs out")

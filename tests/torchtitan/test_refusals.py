@@ -18,6 +18,8 @@ from torchtitan.trainer import Trainer
 
 import xla_dtensor as xd
 from tests.torchtitan import harness
+from tests.torchtitan.plan import Plan
+from tests.torchtitan.releases import after_0_2, release
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,10 @@ def test_converters(name: str) -> None:
 
 def test_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before blocks are compiled; a memory budget of activation checkpointing needs it."""
-    monkeypatch.setattr(harness, "CompileConfig", lambda: CompileConfig(enable=True))
-    spec = harness.debug_model("llama3", layers=1)
+    monkeypatch.setattr(after_0_2, "CompileConfig", lambda: CompileConfig(enable=True))
+    spec = release.debug_model("llama3", 1)
     with pytest.raises(xd.UnsupportedOpError, match=r"compile\.enable, and the memory budget"):
-        harness.on_mesh(spec, harness.Plan(dp_shard=4), {}, 1, compiled=True)
+        harness.on_mesh(spec, Plan(dp_shard=4), {}, 1, compiled=True)
     with pytest.raises(ValueError, match=r"compiled: set --compile\.enable"):  # torchtitan's own
         Trainer.Config(activation_checkpoint=MemoryBudgetAC.Config())
 

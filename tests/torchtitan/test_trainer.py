@@ -22,7 +22,9 @@ from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
 import xla_dtensor as xd
-from tests.torchtitan import assets, harness, metrics
+from tests.torchtitan import assets, metrics
+from tests.torchtitan.plan import Plan
+from tests.torchtitan.releases import release
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torchtitan and what it imports
 
@@ -108,8 +110,8 @@ def weights(made: Any) -> dict[str, torch.Tensor]:
 
 def loss_of_ranks(made: Any, files: tuple[Path, Path], state: Any, ranks: list[int]) -> float:
     """The first step's loss by CPU torch, of the batches that torchtitan deals out to ``ranks``."""
-    spec = harness.debug_model("llama3", layers=1)
-    model = harness.build(spec, harness.Plan(attention="flex", sequence=SEQUENCE))
+    spec = release.debug_model("llama3", 1)
+    model = release.build(spec, Plan(attention="flex", sequence=SEQUENCE))
     model.to_empty(device="cpu")
     model.init_weights(buffer_device=torch.device("cpu"))
     model.load_state_dict(state)
@@ -128,7 +130,7 @@ def loss_of_ranks(made: Any, files: tuple[Path, Path], state: Any, ranks: list[i
                 )
             )
         )
-        with harness.dense_attention(), torch.no_grad():
+        with release.dense_attention(), torch.no_grad():
             masks = model.get_attention_masks(positions=inputs["positions"])
             logits = model(inputs["input"], inputs["positions"], masks)
         cross_entropy = torch.nn.functional.cross_entropy

@@ -91,7 +91,9 @@ def _all_to_all(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len({*outputs, *inputs}) > 1:
         raise UnsupportedOpError(
             f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: pieces of one size "
-            "alone, because a per-device tensor has the same shape on every device; pad them"
+            "alone, because a per-device tensor has the same shape on every device: pad them, or "
+            "send them through buffers of one size, with the counts as a tensor "
+            "(xd.row_exchange.send)"
         )
     return _run(func, "all_to_all", tensor, group)
 

@@ -2,7 +2,8 @@
 
 torch's ``all_to_all_single`` with split sizes makes tensors whose length depends on values. Here
 every device has a buffer of so many slots for every other, of which the first are filled; what is
-in the rest is zero. Expert parallelism sends its tokens so.
+in the rest is zero. Expert parallelism sends its tokens so. Counts are tensors: nothing is asked of
+the host, and where rows go is no part of a compiled step's program.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.movement import collectives
+from xla_dtensor.movement.collectives import Group
+
+__all__ = ["by_kind", "give_back", "kept", "send", "slots_for"]
 
 
 def slots_for(rows: int, devices: int, capacity: float | None) -> int:
@@ -23,6 +26,13 @@ def slots_for(rows: int, devices: int, capacity: float | None) -> int:
         rows: that a device has to send in all.
         devices: to which.
         capacity: over the mean of ``rows / devices``; ``None`` for room for all.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        assert xd.row_exchange.slots_for(100, 4, 1.25) == 32
+        assert xd.row_exchange.slots_for(100, 4, None) == 100
     """
     if capacity is None:
         return rows
@@ -39,22 +49,45 @@ def kept(counts: Tensor, slots: int) -> Tensor:
 
     Returns:
         the same, without the last rows of a device that has no room for all.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        counts = torch.tensor([[2, 3], [1, 0]])
+        assert xd.row_exchange.kept(counts, 4).tolist() == [[2, 2], [1, 0]]
     """
     ends = counts.cumsum(1)
     return ends.clamp(max=slots) - (ends - counts).clamp(max=slots)
 
 
-def send(rows: Tensor, counts: Tensor, slots: int, group: MeshGroup) -> Tensor:
-    """Send rows that lie in the order of the devices they go to.
+def send(rows: Tensor, counts: Tensor, slots: int, group: Group) -> Tensor:
+    """Send rows that lie in the order of the devices they go to; differentiable.
 
     Args:
         rows: ``(rows, ...)``, per device.
         counts: int, ``(devices,)``: how many of them go where.
         slots: for each device; further rows aren't sent.
-        group: the devices.
+        group: the devices: as of ``xd.collectives.all_reduce``.
 
     Returns:
         ``(devices * slots, ...)``: what came from each device, zeros in the slots that it left.
+
+    Raises:
+        UnsupportedOpError: ``rows`` is no per-device tensor.
+        MeshError: no such mesh dim.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2,), mesh_dim_names=("ep",))
+        rows = xd.from_device_values([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], mesh)
+        counts = xd.from_device_values([torch.tensor([2, 0]), torch.tensor([1, 1])], mesh)
+        got = xd.row_exchange.send(rows, counts, 2, mesh)
+        arrived = xd.collectives.all_to_all(counts, mesh)
+        assert got.local_values()[0].tolist() == [1, 2, 3, 0]
+        assert arrived.local_values()[0].tolist() == [2, 1]
     """
     starts = (counts.cumsum(0) - counts).unsqueeze(1)
     slot = torch.arange(slots, device=rows.device)
@@ -73,14 +106,21 @@ def by_kind(counts: Tensor, slots: int) -> Tensor:
 
     Returns:
         int64, ``(devices * slots,)``: a permutation; the slots that weren't filled are last.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        came = torch.tensor([[1, 1], [2, 0]])  # from two devices, of two kinds
+        assert xd.row_exchange.by_kind(came, 2).tolist() == [0, 2, 3, 1]
     """
     slot = torch.arange(slots, device=counts.device).view(1, -1, 1)
     kind = (slot >= counts.cumsum(1).unsqueeze(1)).sum(-1)  # one more than the last: not filled
     return torch.argsort(kind.flatten(), stable=True)
 
 
-def give_back(buffer: Tensor, rows: int, counts: Tensor, slots: int, group: MeshGroup) -> Tensor:
-    """What `send` has sent, back to where it came from.
+def give_back(buffer: Tensor, rows: int, counts: Tensor, slots: int, group: Group) -> Tensor:
+    """What `send` has sent, back to where it came from; differentiable.
 
     Args:
         buffer: ``(devices * slots, ...)``, as `send` gives it.
@@ -88,6 +128,21 @@ def give_back(buffer: Tensor, rows: int, counts: Tensor, slots: int, group: Mesh
 
     Returns:
         ``(rows, ...)``, with zeros for what wasn't sent.
+
+    Raises:
+        UnsupportedOpError: ``buffer`` is no per-device tensor.
+        MeshError: no such mesh dim.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        mesh = xd.init_device_mesh("xla", (2,), mesh_dim_names=("ep",))
+        rows = xd.from_device_values([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], mesh)
+        counts = xd.from_device_values([torch.tensor([2, 0]), torch.tensor([1, 1])], mesh)
+        got = xd.row_exchange.send(rows, counts, 2, mesh)
+        back = xd.row_exchange.give_back(got * 10, 2, counts, 2, mesh)
+        assert [x.tolist() for x in back.local_values()] == [[10, 20], [30, 40]]
     """
     back = collectives.all_to_all(buffer, group)
     ends = counts.cumsum(0)

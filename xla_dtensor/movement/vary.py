@@ -16,12 +16,13 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.forms.form import Form, device_form
-from xla_dtensor.forms.per_device import Axes, expand, union
+from xla_dtensor.forms.per_device import Axes, expand, logical, union
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.mesh import Frame
 from xla_dtensor.movement.collective_kernels import summed
 from xla_dtensor.movement.relayout import relayout
 from xla_dtensor.tensors.device_tensor import XLATensor
+from xla_dtensor.tensors.of_form import new_tensor
 
 
 def vary(tensor: XLATensor, axes: Axes, frame: Frame) -> XLATensor:
@@ -49,6 +50,21 @@ def forget_variation(tensor: XLATensor, varying: Axes) -> None:
     assert source.frame is not None
     same = _relaid(whole, varying, source.frame, _first)
     storage.write(same._storage_.array, same._form)
+
+
+def let_vary(storage: Storage, form: Form) -> None:
+    """Let each device have the value of ``storage`` for its own, as in ``form``."""
+    assert form.frame is not None
+    executor.current().place(storage, form.frame)
+    source = storage.form
+    target = source.reduced().with_varying(form.varying)
+    with torch.no_grad():
+        own = relayout(new_tensor(storage.array, source), source, target, _each_its_own)
+    storage.write(own._storage_.array, target)
+
+
+def _each_its_own(array: Any, source: Form, target: Form) -> Any:
+    return target.physical(_spread(logical(array, source), source, target))
 
 
 class _Vary(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xla_dtensor.compilation.code.garbage import NewObjects
+from xla_dtensor.compilation.code.reflection import all_slots_of
 from xla_dtensor.compilation.objects.array_views import (
     ARRAY_VIEW,
     TENSOR_VIEW,
@@ -124,7 +125,15 @@ def _has_attributes(value: Any) -> bool:
     cls = type(value)
     if cls.__new__ is not object.__new__ or isinstance(value, _KEPT) or hasattr(cls, "__del__"):
         return cls is types.SimpleNamespace
-    return not cls.__module__.startswith("xla_dtensor.")
+    return not cls.__module__.startswith("xla_dtensor.") and not _has_more(cls)
+
+
+def _has_more(cls: Any) -> bool:
+    """Whether an object of a class of C holds what no attribute shows: a compiled ``re.Pattern``,
+    a lock."""
+    words = 2 + len(all_slots_of(cls))  # of attributes, of weak references
+    room = object.__basicsize__ + words * tuple.__itemsize__
+    return cls.__itemsize__ > 0 or cls.__basicsize__ > room
 
 
 class MadeObjects:

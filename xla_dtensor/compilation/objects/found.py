@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import types
 from typing import Any
 
@@ -27,6 +28,7 @@ ATOMS = (
     range,
     slice,
     enum.Enum,
+    re.Pattern,
     np.generic,
     np.dtype,
     torch.dtype,

@@ -31,6 +31,8 @@ class TracedOutputs:
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
         host_writes: (CPU tensor from outside, what gives its new value).
         host_grads: (CPU leaf from outside, what gives its new gradient, or None).
+        come_apart: (storage from outside of which the devices have one value before the step, its
+            form after it, when each has its own).
         left: (storage that the step made and left somewhere unknown, output).
         judges, judged: what judges by which output whether what must hold does.
         random_operations: how many operations draw from the generator.
@@ -49,6 +51,7 @@ class TracedOutputs:
         self.grads: list[tuple[Any, NewTensor | None]] = []
         self.captured: list[ExternalStorage] = []
         self.written: dict[int, int] = {}
+        self.come_apart: list[tuple[Storage, Form]] = []
         self.left: list[tuple[Storage, int]] = []
 
     def emit(self, array: Any, form: Form) -> int:
@@ -109,6 +112,8 @@ class TracedOutputs:
             storage = captured.storage
             if not captured.written or storage is None:
                 continue
+            if captured.fill_value is None and _comes_apart(captured.form, storage.form):
+                self.come_apart.append((storage, storage.form))
             shared = id(captured.array), id(storage.array)
             if trace.numbers.is_counter(captured.array) and shared in counters:
                 self.written[id(captured)] = counters[shared]
@@ -128,3 +133,9 @@ class TracedOutputs:
             captured.array = None  # or old values would be kept alive
         self.captured, self.shown = [], {}
         self.trace.forget()
+
+
+def _comes_apart(before: Form, after: Form) -> bool:
+    """Whether the devices had one value, and now each has its own, laid out as it was."""
+    layout = lambda form: (form.mesh, form.placements)
+    return layout(before) == layout(after) and set(before.varying) < set(after.varying)

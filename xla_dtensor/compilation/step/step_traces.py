@@ -23,6 +23,8 @@ from xla_dtensor.compilation.step.base_step import name_of
 from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.watch.effects import counter_refused, goes_on, is_counted_on
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.movement.vary import let_vary
+from xla_dtensor.tensors.of_form import is_ours
 
 logger = logging.getLogger("xla_dtensor")
 
@@ -76,6 +78,8 @@ class StepTraces:
         elif family.programs:
             family.varies(arguments)
         traced = self._with_cuts(arguments, family, missed)
+        while not family.programs and _let_vary(traced, arguments):
+            traced = self._with_cuts(arguments, family, missed)
         self.read(traced.watch.names.reads)
         return traced
 
@@ -210,3 +214,17 @@ class StepTraces:
             logger.info("%s: its numbers stay constants: %s", name_of(self._function), error)
             family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
+
+
+def _let_vary(traced: Traced, arguments: Arguments) -> bool:
+    """Whether there was something that is one value for all devices before the first step, and one
+    for each after it (a count of tokens): it is one for each from the start, and the program that
+    of the second step, too."""
+    given = {id(tensor._storage_) for tensor in arguments.tensors if is_ours(tensor)}
+    found = [(s, form) for s, form in traced.outputs.come_apart if id(s) not in given]
+    traced.outputs.come_apart = []
+    if found:
+        traced.undo()
+    for storage, form in found:
+        let_vary(storage, form)
+    return bool(found)

@@ -144,7 +144,7 @@ def of_method(walk: Walk, method: types.MethodType, path: str) -> None:
 
 def of_method_in_c(walk: Walk, method: Any, path: str) -> None:
     """``table.get``: the object that it is bound to."""
-    walk.reached.note(path, "opaque", method.__name__)
+    walk.reached.note(path, "method of C", method.__name__)  # by value: each read makes a string
     if not isinstance(method.__self__, types.ModuleType | type):
         walk.follow(method.__self__, f"{path}.__self__")
 

@@ -227,6 +227,19 @@ def _compile(original: Any, args: Any, kwargs: Any) -> Any:
 def _hook_utils(module: Any) -> None:
     take_over(module.set_pg_timeouts, _set_timeouts)
     take_over(module.init_distributed, _count_devices)
+    if hasattr(module, "get_spmd_context"):  # not in 0.2.2
+        take_over(module.get_spmd_context, _enter_once)
+
+
+def _enter_once(original: Any, args: Any, kwargs: Any) -> Any:
+    """The context of forward and backward names its meshes when it is entered: it is before the
+    first step, which then finds what the others find, and is the same program."""
+    context, dims = original(*args, **kwargs), kwargs.get("parallel_dims")
+    typed = dims is not None and dims.spmd_backend == "spmd_types"
+    if typed and dims.world_mesh.device_type == "xla":
+        with context():
+            pass
+    return context
 
 
 def _count_devices(original: Any, args: Any, kwargs: Any) -> Any:
