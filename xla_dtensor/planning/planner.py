@@ -231,7 +231,7 @@ def _of_slow_links(table: Sequence[Row], slow: float) -> tuple[str, ...]:
     """What to say of activations that go over the slow network, if they are more than a few."""
     found = [row for row in table if row.slow_bytes and not row.of_parameters]
     moved = sum(row.slow_bytes for row in found)
-    if moved < max(_FEW, slow / 100):
+    if moved < max(_FEW, slow / 10):
         return ()
     dims = sorted({dim for row in found for dim in row.dims})
     return (
