@@ -150,8 +150,8 @@ def test_causal_attention_is_cut_by_heads(is_causal: bool) -> None:
 def test_what_crosses_the_slow_network_is_a_shard() -> None:
     """The gradient of a weight that each slice has sharded, of a batch over all."""
     both, sharded = (("dp", "tp"), ()), (("tp",), ())
-    given = [((ROWS, IN), both), ((ROWS, OUT), both)]
-    nbytes = IN * OUT * 4
+    given = [((ROWS, 256), both), ((ROWS, 256), both)]
+    nbytes = 256 * 256 * 4
     on_gpus = {"slow": frozenset({"dp"}), "scattered": SCATTERED_ON_GPUS}
     found = choice(lambda x, y: x.T @ y, given, sharded, (0, 1), **on_gpus)
     assert moves(found) == [

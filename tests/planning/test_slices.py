@@ -181,9 +181,10 @@ def test_activations_across_are_told() -> None:
     with xd.abstract("cpu:4*2"), pytest.warns(UserWarning, match="'tp' lies across"):
         mesh = xd.init_device_mesh("xla", (1, 8), mesh_dim_names=("dp", "tp"))
     with xd.abstract("cpu:4*2"):
-        weight = xd.distribute_tensor(torch.randn(512, 1024), mesh, [xd.Replicate(), xd.Shard(0)])
-        x = xd.distribute_tensor(torch.randn(2048, 512), mesh, [xd.Replicate()] * 2)
-        report = xd.plan(lambda x: (x @ weight).sin(), x)
+        weight = xd.distribute_tensor(torch.empty(4096, 4096), mesh, [xd.Replicate(), xd.Shard(0)])
+        x = xd.distribute_tensor(torch.empty(512, 4096), mesh, [xd.Replicate()] * 2)
+        whole = [xd.Replicate()] * 2
+        report = xd.plan(lambda x: (x @ weight).redistribute(mesh, whole).sin(), x)
     (note,) = report.notes
     assert note.startswith("2 MiB of activations")  # 8 MiB, of which half comes twice, by four
     assert "along tp: give dims along which activations travel no more devices" in note
