@@ -3,7 +3,7 @@ that MaxText has published, next to a hand-written JAX step of the same. Nothing
 
     python benchmarks/hidden.py --topology h100:8x8 --mesh dp=8,tp=8                 # 8 minutes
     python benchmarks/hidden.py --topology v5e:4x4 --mesh dp=4,tp=4 --model 1b       # libtpu
-    python benchmarks/hidden.py --loop --layers 4 --only default pipelined
+    python benchmarks/hidden.py --loop --layers 4 --only none pipelined
 
 By `xd.plan`'s estimate of XLA's own order of instructions: how long the step takes, and how long of
 that a device waits for collectives. What is planned is `pod_llama.py`'s step; what it needs is in
@@ -27,7 +27,7 @@ from pods.sizes import MODELS, Sizes
 # https://github.com/AI-Hypercomputer/maxtext: benchmarks/xla_flags_library.py for TPUs, the scripts
 # in src/MaxText/configs/gpu for GPUs.
 TPU: dict[str, dict[str, Any]] = {
-    "default": {},
+    "none": {},
     "collective fusion": {
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -50,10 +50,11 @@ _PIPELINED = {
     "xla_gpu_enable_pipelined_reduce_scatter": True,
     "xla_gpu_enable_pipelined_all_reduce": True,
 }
+_NOT_PIPELINED = dict.fromkeys(_PIPELINED, False)
 _ORDERED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 GPU: dict[str, dict[str, Any]] = {
-    "default": {},
-    "pipelined": _PIPELINED,
+    "none": _NOT_PIPELINED,
+    "pipelined": _PIPELINED,  # ours by default
     "MaxText": {
         **_ORDERED,
         **_PIPELINED,
@@ -64,6 +65,7 @@ GPU: dict[str, dict[str, Any]] = {
     },
     "uncombined": {
         **_ORDERED,
+        **_NOT_PIPELINED,
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     },
