@@ -7,6 +7,7 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -90,6 +91,22 @@ def test_hosts_of_gpus_are_domains_and_so_are_racks() -> None:
     assert crossing(np.array([i // 6 for i in order]).reshape(6, 4)) == (True, True)
     assert {order[4 * i + j] // 6 for i in range(3) for j in range(2)} == {0}
     assert device_order.near((4, 6), gpus(4, 6)) == list(range(24))
+
+
+def test_gpus_that_are_here_say_what_is_linked() -> None:
+    """A process for each: its number is no host's."""
+    here = [
+        SimpleNamespace(
+            platform="gpu", device_kind="NVIDIA H200", process_index=i, slice_index=i // 2
+        )
+        for i in range(4)
+    ]
+    for device in here:
+        device.client = jax.devices()[0].client
+    assert domains(here) == [0, 0, 1, 1]
+    for device in here:
+        device.client = None
+    assert domains(here) == [0, 1, 2, 3]
 
 
 def test_simulated_slices_keep_their_order_and_a_given_one_is_obeyed() -> None:

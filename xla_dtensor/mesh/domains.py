@@ -37,9 +37,19 @@ def domains(devices: Sequence[Any]) -> list[int]:
     if devices[0].platform == "tpu":
         return [int(getattr(device, "slice_index", None) or 0) for device in devices]
     if devices[0].platform in ("gpu", "cuda"):
+        if _are_here(devices[0]):  # a host may have a process for each
+            return [int(getattr(device, "slice_index", None) or 0) for device in devices]
         hosts = hosts_of_domain(devices[0])
         return [int(device.process_index // hosts) for device in devices]
     return [0] * len(devices)
+
+
+def _are_here(device: Any) -> bool:
+    """Whether JAX computes on a device and its like: GPUs then know which of them NVLink links,
+    as their processes have told each other; those that are described to a compiler don't."""
+    import jax
+
+    return getattr(device, "client", None) is jax.devices()[0].client
 
 
 def across(shape: Sequence[int], numbers: Sequence[int]) -> tuple[int, ...]:
