@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="the stream over tp, too")
     parser.add_argument("--fully-shard", action="store_true", help="columns over tp and dp")
     parser.add_argument("--loop", action="store_true", help="no scan")
+    parser.add_argument("--hsdp", choices=("shards", "whole"), default="", help="see pods/sizes.py")
     parser.add_argument("--keep", action="store_true", help="keep what backward needs, in both")
     parser.add_argument("--option", action="append", default=[], help="of XLA's: NAME=VALUE")
     parser.add_argument("--no-barrier", action="store_true", help="JAX with prevent_cse=False")
@@ -60,6 +61,7 @@ def main() -> None:
         fully_shard=given.fully_shard,
         barrier=not given.no_barrier,
         keep=given.keep,
+        hsdp=given.hsdp,
         options=tuple(
             (name, json.loads(value)) for name, value in (one.split("=", 1) for one in given.option)
         ),

@@ -55,7 +55,7 @@ def blocks(page: str) -> list[str]:
         ("horovod.md", 2, ["the loss of 8 ranks is "]),
         ("context_parallel.md", 2, []),
         ("pipeline.md", 3, ["forward of microbatch 0 in stage 0"]),
-        ("pods.md", 2, ["step on cpu:8"]),
+        ("pods.md", 3, ["step on cpu:8"]),
         ("checkpoints.md", 3, []),
         ("libraries.md", 1, []),
         ("config.md", 1, ["switch             value"]),

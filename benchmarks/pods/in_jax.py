@@ -11,9 +11,14 @@ import torch
 
 import xla_dtensor as xd
 from pods.sizes import Sizes, rope_angles
-from xla_dtensor.planning.collectives import collective_traffic
+from xla_dtensor.mesh.domains import domains
+from xla_dtensor.planning.collectives import collective_traffic, collectives
 from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.links import links
 from xla_dtensor.planning.memory import of_compiled
+from xla_dtensor.planning.program_text import HloText
+from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
+from xla_dtensor.planning.schedule import schedule
 from xla_dtensor.runtime import gpus
 
 
@@ -30,13 +35,31 @@ def planned(sizes: Sizes, topology: str, mesh_sizes: dict[str, int]) -> dict[str
     options = {**chips.compiler_options, **dict(sizes.options)}
     compiled = gpus.compiled(traced.lower(), options)
     memory = of_compiled(compiled, None)
-    moved = collective_traffic(compiled.as_text())
+    text = compiled.as_text()
+    moved = collective_traffic(text)
     return {
         "memory": memory.needed,
         "temporaries": memory.temporaries,
         "flops": flops(traced.jaxpr.jaxpr, mesh.devices.flat[0].platform).total(),
         "bytes": dict(moved.bytes),
         "counts": dict(moved.counts),
+        **in_time(text, mesh, chips.chip),
+    }
+
+
+def in_time(text: str, mesh: jax.sharding.Mesh, chip: Any) -> dict[str, Any]:
+    """What a report says of a program's text: what goes over the slow network, how long it takes in
+    XLA's order, and how long of that a device waits."""
+    program, devices = HloText(text), list(mesh.devices.flat)
+    found = collectives(program, mesh.devices.shape, mesh.axis_names, devices)
+    over, apart = links(chip, mesh.devices, mesh.axis_names), domains(devices)
+    order = schedule(program, found, over, chip)
+    table = rows(found, [], over, order.exposed, apart if len(set(apart)) > 1 else [])
+    return {
+        "slow": sum(row.slow_bytes for row in table),
+        "scheduled": order.seconds,
+        "exposed": exposed_per_dim(table),
+        "bounds": seconds_per_dim(table),
     }
 
 
@@ -78,12 +101,18 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
             "w3": ((n, sizes.experts, d, sizes.hidden), (None, tp, dp)),
             "w2": ((n, sizes.experts, sizes.hidden, d), (None, tp, None, dp)),
         }
+    if sizes.hsdp:
+        over = tp if sizes.hsdp == "shards" else None
+        shapes = {
+            name: (shape, () if "norm" in name else (None,) * (len(shape) - 2) + (over,))
+            for name, (shape, _) in shapes.items()
+        }
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placed(*s))
         for name, (shape, s) in shapes.items()
     }
     state = (params, params, jax.ShapeDtypeStruct((), jnp.float32, sharding=placed()))
-    by = (dp, tp) if sizes.experts else dp  # of the batch
+    by = (dp, tp) if sizes.over_both else dp  # of the batch
     batch = jax.ShapeDtypeStruct((rows, sizes.seq), jnp.int32, sharding=placed(by))
     cos, sin = (jnp.asarray(t.float().numpy(), jnp.bfloat16) for t in rope_angles(sizes))
     wide, narrow = jnp.float32, jnp.bfloat16
@@ -122,7 +151,7 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
         )  # fmt: skip
         return jax.vmap(kernel)((q / math.sqrt(sizes.head)).astype(q.dtype), k, v)
 
-    heads = spec(by) if sizes.experts else spec(dp, tp)
+    heads = spec(by) if sizes.over_both else spec(dp, tp)
     attention = jax.shard_map(
         attend, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
     )

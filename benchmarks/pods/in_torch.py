@@ -34,6 +34,9 @@ def lay_out(model: nn.Module, sizes: Sizes, mesh: Any) -> None:
             if sizes.experts:
                 dims = EXPERT_DIMS.get(key, (0, 0) if p.ndim > 1 else None)
             where = [xd.Replicate()] * 2 if dims is None else [xd.Shard(d) for d in dims]
+            if sizes.hsdp:
+                inside = xd.Shard(0) if sizes.hsdp == "shards" else xd.Replicate()
+                where = [xd.Replicate(), inside]
             if sizes.fully_shard and name in COLUMNS:  # each tp device's part over dp
                 where = [_StridedShard(0, split_factor=mesh.size(1)), xd.Shard(0)]
             laid_out = xd.distribute_tensor(p.data, mesh, where)
@@ -51,7 +54,7 @@ def planned(
         model = model_of(sizes)
         lay_out(model, sizes, mesh)
         replicated, rows = [xd.Replicate()] * 2, [xd.Shard(0), xd.Replicate()]
-        if sizes.experts:
+        if sizes.over_both:
             rows = [xd.Shard(0)] * 2
         stream = rows
         if sizes.sequence_parallel:
@@ -82,4 +85,9 @@ def planned(
         "flops": report.flops,
         "bytes": dict(moved),
         "counts": dict(counts),
+        "slow": report.slow_bytes,
+        "scheduled": report.scheduled,
+        "exposed": report.exposed,
+        "bounds": report.seconds,
+        "gradient_shard": sum(one.bytes for one in report.inputs if one.kind == "parameter"),
     }

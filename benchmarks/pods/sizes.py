@@ -14,7 +14,9 @@ import torch
 class Sizes:
     """Of Llama 3 8B; and how both sides lay it out and compute it.
 
-    With ``experts``, each feed-forward is that many, of which a token goes to ``taken``.
+    With ``experts``, each feed-forward is that many, of which a token goes to ``taken``. With
+    ``hsdp`` the mesh is (replicas, shards), and the batch lies over both: ``"shards"`` has weights
+    sharded over the second dim, as `fully_shard` lays them out, ``"whole"`` has none sharded.
     """
 
     dim: int = 4096
@@ -32,13 +34,19 @@ class Sizes:
     fully_shard: bool = False
     barrier: bool = True
     keep: bool = False
+    hsdp: str = ""
     options: tuple[tuple[str, Any], ...] = ()
 
     head = property(lambda self: self.dim // self.heads)
 
     def rows(self, mesh: dict[str, int]) -> int:
-        """The sequences of all devices: over dp, and with experts over both dims."""
-        return self.batch * (math.prod(mesh.values()) if self.experts else mesh["dp"])
+        """The sequences of all devices: over dp, or over both dims."""
+        return self.batch * (math.prod(mesh.values()) if self.over_both else mesh["dp"])
+
+    @property
+    def over_both(self) -> bool:
+        """Whether the batch lies over both dims of the mesh."""
+        return bool(self.experts or self.hsdp)
 
     @property
     def capacity(self) -> int:

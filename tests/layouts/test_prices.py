@@ -13,6 +13,7 @@ import xla_dtensor as xd
 from tests.conftest import make_mesh
 from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS, SLOW, toll
 from xla_dtensor.planning.collectives import collective_traffic
 
 SIZES = {"dp": 2, "tp": 4}
@@ -30,7 +31,8 @@ def choice(
     variables = dict(zip(numbers, closed.jaxpr.constvars, strict=True))
     known = {variable: given[i][1] for i, variable in variables.items()}
     of = [variables[i] for i in arguments]
-    return choose(closed.jaxpr, known, [required], SIZES, of, **options)
+    sizes = options.pop("sizes", SIZES)
+    return choose(closed.jaxpr, known, [required], sizes, of, **options)
 
 
 def moves(found: Choice) -> list[tuple[str, tuple[str, ...], float]]:
@@ -143,3 +145,31 @@ def test_causal_attention_is_cut_by_heads(is_causal: bool) -> None:
     torch.testing.assert_close(step(*given).full_tensor().cpu(), attend(*values))
     counts = collective_traffic(step.compiled_programs()[-1].as_text()).counts
     assert {*counts} == ({"all-to-all"} if is_causal else {"all-gather"})
+
+
+def test_what_crosses_the_slow_network_is_a_shard() -> None:
+    """The gradient of a weight that each slice has sharded, of a batch over all."""
+    both, sharded = (("dp", "tp"), ()), (("tp",), ())
+    given = [((ROWS, 256), both), ((ROWS, 256), both)]
+    nbytes = 256 * 256 * 4
+    on_gpus = {"slow": frozenset({"dp"}), "scattered": SCATTERED_ON_GPUS}
+    found = choice(lambda x, y: x.T @ y, given, sharded, (0, 1), **on_gpus)
+    assert moves(found) == [
+        ("all-reduce", ("dp",), nbytes / SIZES["tp"]),
+        ("reduce-scatter", ("tp",), nbytes),
+    ]
+
+
+def test_a_weight_is_gathered_across_before_it_is_inside() -> None:
+    batch, weight = ((ROWS, IN), (("tp", "dp"), ())), ((IN, OUT), (("dp",), ("tp",)))
+    sizes = {"tp": SIZES["tp"], "dp": SIZES["dp"]}
+    nbytes = IN * OUT * 4
+    for slow, across in ((frozenset(), nbytes), (frozenset({"dp"}), nbytes / SIZES["tp"])):
+        found = choice(lambda x, w: x @ w, [batch, weight], batch[1], (0,), slow=slow, sizes=sizes)
+        assert ("all-gather", ("dp",), across) in moves(found)
+
+
+def test_tolls() -> None:
+    assert toll([(4, False), (2, False)]) == 1
+    assert toll([(2, True)]) == SLOW == toll([(2, True), (4, True)])
+    assert toll([(2, True), (4, False)]) == 1 + SLOW / 4  # a quarter goes across

@@ -100,9 +100,9 @@ def test_two_cores_share_a_chip() -> None:
     [
         chips("v5e", 4, 4)[:6],  # not a box
         chips("v4", 2, 2, 1, cores=2),  # of which `mesh_utils` wants one device for two cores
-        [Chip(i, KINDS["v5e"], (i % 2, i // 2 % 2, 0), slice_index=i // 4) for i in range(8)],
+        [Chip(i, KINDS["v5e"], (i % 2, i // 2 % 2, 0), slice_index=i // 6) for i in range(8)],
     ],
-    ids=["not a box", "two cores of v4", "two slices"],
+    ids=["not a box", "two cores of v4", "slices of six and two"],
 )
 def test_other_devices_stay_in_order(devices) -> None:
     assert device_order.near((2, len(devices) // 2), devices) == list(range(len(devices)))

@@ -216,6 +216,8 @@ def test_a_second_thread_is_refused() -> None:
         ("v5e:4x0", "one chip or more"),
         ("cpu:4096", "JAX_NUM_CPU_DEVICES=4096"),
         ("gpu:8", "JAX has no gpu here"),
+        ("h100:8x8*2", "of GPUs give all hosts"),
+        ("cpu:8*0", "one or more slices"),
     ],
 )
 def test_a_topology_that_is_none(name: str, says: str) -> None:

@@ -102,10 +102,13 @@ def test_a_host_with_few_members_has_few_cards() -> None:
 
 def test_a_rack_is_one_domain() -> None:
     """18 hosts of four GPUs are behind one switch, the 19th isn't."""
-    hosts = [SimpleNamespace(process_index=i // 4) for i in range(4 * 19)]
+    hosts = [
+        SimpleNamespace(platform="gpu", device_kind="NVIDIA GB200", process_index=i // 4)
+        for i in range(4 * 19)
+    ]
     mesh = np.array(hosts, dtype=object).reshape(19, 4)
     over = links(GPUS["gb200"], mesh, ("dp", "tp"))
-    assert isinstance(over, Switched) and over.domains == [0] * 72 + [1] * 4
+    assert isinstance(over, Switched) and over.numbers == [0] * 72 + [1] * 4
     pair = collective("collective-permute", MB, ((0, 71),))
     assert over.seconds(pair) == pytest.approx(MB / 900e9)
     pair = collective("collective-permute", MB, ((0, 72),))

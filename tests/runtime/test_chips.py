@@ -23,7 +23,9 @@ MB = 10**6
 
 def test_gpus_are_known_by_what_jax_calls_them() -> None:
     stats = {"bytes_limit": 105 * 10**9}
-    h200 = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: stats, process_index=0)
+    h200 = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", memory_stats=lambda: stats, process_index=0
+    )
     chip = chip_of("gpu", h200)
     assert chip is not None and (chip.name, chip.memory) == ("h200", 105e9)
     other = SimpleNamespace(device_kind="Quadro", memory_stats=lambda: None)

@@ -22,6 +22,7 @@ from xla_dtensor.layouts.prices import (
     is_all_reduce,
     is_moved,
     local_bytes,
+    toll,
 )
 
 Unit = tuple[str, ...]
@@ -84,6 +85,7 @@ class Choice:
         sizes: the number of devices along each mesh axis, in the mesh's order.
         units: these axes, those joined that always go together.
         used: axes that cut an input or a result.
+        slow: axes that leave a slice or a host.
 
     Attributes:
         found: whether there are layouts, found with the work that this may take.
@@ -96,9 +98,15 @@ class Choice:
     """
 
     def __init__(
-        self, graph: Graph, sizes: Mapping[str, int], units: Sequence[Unit], used: set[str]
+        self,
+        graph: Graph,
+        sizes: Mapping[str, int],
+        units: Sequence[Unit],
+        used: set[str],
+        slow: frozenset[str] = frozenset(),
     ) -> None:
         self.graph, self.sizes, self.units, self.used = graph, sizes, units, used
+        self.slow = slow
         self.found, self.by_clock, self.too_many = True, False, 0.0
         self.states: dict[Group, dict[Unit, State]] = {}
         self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
@@ -107,7 +115,7 @@ class Choice:
 
     def copy(self) -> Choice:
         """The same, to be changed."""
-        other = Choice(self.graph, self.sizes, self.units, self.used)
+        other = Choice(self.graph, self.sizes, self.units, self.used, self.slow)
         other.found, other.by_clock, other.too_many = self.found, self.by_clock, self.too_many
         other.states = {group: {**of_units} for group, of_units in self.states.items()}
         other.factors = [{**of_units} for of_units in self.factors]
@@ -197,7 +205,10 @@ class Choice:
         """What it costs by this estimate, in bytes; infinite if none were found."""
         if not self.found:
             return math.inf
-        price = sum((move.nbytes + STARTUP_BYTES) * move.times for move in self.moves())
+        price = sum(
+            (move.nbytes * self.toll(move.axes) + STARTUP_BYTES) * move.times
+            for move in self.moves()
+        )
         for node, factors in zip(self.graph.nodes, self.factors, strict=True):
             cut = [
                 unit
@@ -283,19 +294,18 @@ class Choice:
         self, number: int, unit: Unit, is_result: bool, i: int, but: Unit | None = None
     ) -> float:
         """What a device has of an operand or result of a node when it moves along some axes, whole
-        along these and ``but``: what moves along several does so in the order of the axes. A group
-        may be of several dtypes: a weight and what it was cast to.
+        along these and ``but``. A group may be of several dtypes: a weight and what it was cast to.
         """
         node = self.graph.nodes[number]
         value = (node.results if is_result else node.operands)[i]
         group = self.graph.group(value)
         assert group is not None
-        home, own, devices = self.axes(group), self.units.index(unit), 1
-        for place, other in enumerate(self.units):
+        home, devices = self.axes(group), 1
+        for other in self.units:
             if other in (unit, but):
                 continue
             factor = self.factors[number].get(other)
-            has_moved = place < own
+            has_moved = self.is_first(other, unit, is_result)
             is_at_home = has_moved if is_result else not has_moved  # a result moves to its group's
             if factor is None or is_at_home:
                 state = state_of(home, other)
@@ -303,6 +313,17 @@ class Choice:
                 state = (factor.results if is_result else factor.operands).get(i)
             devices *= 1 if state is None or state == SUM else self.size(other)
         return nbytes_of(value.aval) / devices
+
+    def toll(self, axes: Unit) -> float:
+        """What a byte costs along axes."""
+        return toll((self.sizes[axis], axis in self.slow) for axis in axes)
+
+    def is_first(self, one: Unit, other: Unit, is_result: bool) -> bool:
+        """Whether what moves along both moves along ``one`` first. Over the slow network goes what
+        is smallest: a result's parts of a sum once they are summed and cut inside of slices, an
+        operand before it is gathered there. XLA does it so. Else it's the order of the axes."""
+        place = lambda unit: ((unit[0] in self.slow) == is_result, self.units.index(unit))
+        return place(one) < place(other)
 
     def size(self, unit: Unit) -> int:
         """How many devices there are along a unit."""

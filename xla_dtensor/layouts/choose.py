@@ -7,14 +7,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from xla_dtensor.layouts.choice import Choice, Unit, state_of, units_of
 from xla_dtensor.layouts.factors import Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.integer_program import AxisChoice, Other
+from xla_dtensor.layouts.integer_program import AxisChoice
 from xla_dtensor.layouts.memory import Alive, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
-from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS, State, local_bytes
+from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS, Other, State, local_bytes
 from xla_dtensor.mesh import Frame
+from xla_dtensor.mesh.domains import crossing, domains
 
 ROUNDS = 2
 """How often each axis is chosen anew, with the others as they are by then."""
@@ -53,9 +56,13 @@ def choose_for(
     known = {v: axes(v, sharding) for v, sharding in zip(jaxpr.constvars, inputs, strict=True)}
     required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
     given = [v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument]
-    on_gpus = frame.jax_mesh.devices.flat[0].platform == "gpu"
+    devices = frame.jax_mesh.devices
+    on_gpus = devices.flat[0].platform == "gpu"
     scattered = SCATTERED_ON_GPUS if on_gpus else 1.0
-    return choose(jaxpr, known, required, frame.sizes, given, elsewhere, memory, scattered)
+    of_axes = crossing(np.array(domains(list(devices.flat))).reshape(devices.shape))
+    slow = frozenset(name for name, leaves in zip(frame.sizes, of_axes, strict=True) if leaves)
+    own = jaxpr, known, required, frame.sizes, given, elsewhere
+    return choose(*own, memory, scattered, slow=slow)
 
 
 def choose(
@@ -68,10 +75,11 @@ def choose(
     memory: float | None = None,
     scattered: float = 1.0,
     sought: Sequence[Sequence[Any]] | None = None,
+    slow: frozenset[str] = frozenset(),
 ) -> Choice:
     """The layouts of a jaxpr: the one of `choices` for so much memory."""
     own = jaxpr, known, required, sizes, arguments, elsewhere
-    return next(choices(*own, [memory], scattered, sought))
+    return next(choices(*own, [memory], scattered, sought, slow))
 
 
 def choices(
@@ -84,6 +92,7 @@ def choices(
     memories: Sequence[float | None],
     scattered: float = 1.0,
     sought: Sequence[Sequence[Any]] | None = None,
+    slow: frozenset[str] = frozenset(),
 ) -> Iterator[Choice]:
     """The layouts of a jaxpr, for each of several sizes of memory, when they are asked for.
 
@@ -101,6 +110,7 @@ def choices(
         scattered: what a reduce-scatter costs, of the bytes of a sum.
         sought: constants of which it is asked how they should lie (`xla_dtensor.tune`), in rows of
             those that are to lie alike; every axis is to be used then.
+        slow: axes that leave a slice or a host.
     """
     graph = Graph(jaxpr, known, required, sizes, elsewhere, sought)
     batches = {
@@ -115,7 +125,7 @@ def choices(
     units = units_of({axis: size for axis, size in sizes.items() if size > 1}, given)
     if sought is not None:  # parameters may use any axis, and each axis by itself
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
-    chooser = _Chooser(graph, sizes, given, units, batches, used, scattered)
+    chooser = _Chooser(graph, sizes, given, units, batches, used, scattered, slow)
     chooser.settle(chooser.start())
     unbound, alive = chooser.choice, None
     for memory in memories:
@@ -138,6 +148,7 @@ class _Chooser:
         batches: the axes that cut the step's arguments.
         used: those that it is worth something to use.
         scattered: what a reduce-scatter costs, of the bytes of a sum.
+        slow: axes that leave a slice or a host.
     """
 
     def __init__(
@@ -149,8 +160,10 @@ class _Chooser:
         batches: set[str],
         used: set[str],
         scattered: float,
+        slow: frozenset[str],
     ) -> None:
         self._graph, self._batches, self._scattered = graph, batches, scattered
+        self._slow = slow
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._units = tuple(units)
         # Pairs of axes that shard one dim together in one of the given layouts.
@@ -163,7 +176,7 @@ class _Chooser:
         self.choice = self._nothing()
 
     def _nothing(self) -> Choice:
-        return Choice(self._graph, self._sizes, self._units, self._used)
+        return Choice(self._graph, self._sizes, self._units, self._used, self._slow)
 
     def fit(self, unbound: Choice, memory: float, alive: Alive) -> Choice:
         """Choose anew, for points at which there is too much, until there is none.
@@ -257,6 +270,7 @@ class _Axis:
         self._choice, self._unit, self._together = choice, unit, together
         self.always, self.scattered = always, scattered
         self.size, self.counts_work = choice.size(unit), unit[0] in choice.used
+        self.is_slow = choice.slow.issuperset(unit)
         # One node of each kind: equal nodes are cut alike (`folding.py`).
         self._some = {kind: n for n, kind in enumerate(choice.graph.folds.kind_of_node)}
         self.free_dims = functools.cache(self._free_dims)
@@ -278,15 +292,17 @@ class _Axis:
         choice, number = self._choice, self._some[kind]
         group = choice.graph.group(choice.graph.nodes[number].results[i])
         assert group is not None
-        found, own = [], choice.units.index(self._unit)
-        for place, other in enumerate(choice.units):
+        found = []
+        for other in choice.units:
             factor = choice.factors[number].get(other)
             if other == self._unit or factor is None:
                 continue
             before, after = factor.results.get(i), state_of(choice.axes(group), other)
             if before != after and before is not None:
                 nbytes = choice.moved_bytes(number, other, True, i, but=self._unit)
-                found.append(Other(factor, before, after, nbytes, choice.size(other), place < own))
+                is_first = choice.is_first(other, self._unit, True)
+                along = choice.size(other), choice.slow.issuperset(other)
+                found.append(Other(factor, before, after, nbytes, *along, is_first))
         return found
 
     def _may_cut(self, group: Group, dim: int) -> bool:

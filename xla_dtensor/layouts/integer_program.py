@@ -35,11 +35,13 @@ from xla_dtensor.layouts.prices import (
     FILLED_PER_BYTE,
     STARTUP_BYTES,
     WORK_PER_BYTE,
+    Other,
     State,
     collective,
     exchanged,
     is_all_reduce,
     paid,
+    toll,
 )
 
 _NOTHING = Factor()
@@ -48,26 +50,6 @@ _SUM_TOO = SUM - 1
 all these parts up at once."""
 _PREFERENCE = 10.0
 """Bytes that a shard costs, so that of equally good layouts that with fewer ones is taken."""
-
-
-@dataclass(frozen=True)
-class Other:
-    """How a result of a node moves along other axes.
-
-    Attributes:
-        factor: by what these cut the node.
-        before, after: how these cut the result.
-        nbytes: what a device has of it then, whole along these axes and this one.
-        size: how many devices there are along them.
-        is_first: whether it moves along them before it does along this axis.
-    """
-
-    factor: Factor
-    before: State
-    after: State
-    nbytes: float
-    size: int
-    is_first: bool
 
 
 @dataclass(frozen=True)
@@ -108,12 +90,14 @@ class AxisCosts(Protocol):
         always: whether what takes long has to be cut, where it can be.
         counts_work: whether it is worth something that devices share what takes long.
         scattered: what a reduce-scatter costs, of the bytes of a sum.
+        is_slow: whether it leaves a slice or a host.
     """
 
     size: int
     always: bool
     counts_work: bool
     scattered: float
+    is_slow: bool
 
     def own(self, axes: DimAxes, /) -> State:
         """The state of a group whose layout is known."""
@@ -237,7 +221,8 @@ class AxisChoice:
         for i, option in enumerate(options):
             if option.exchanges and results[0] is not None:
                 nbytes = self._axis.local_bytes(results[0])
-                costs[i] += STARTUP_BYTES + exchanged(option, results[0], nbytes, self._axis.size)
+                moved = exchanged(option, results[0], nbytes, self._axis.size)
+                costs[i] += STARTUP_BYTES + moved * toll([(self._axis.size, self._axis.is_slow)])
         folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
@@ -292,14 +277,20 @@ class AxisChoice:
         before, after = (other, own) if end.value is None else (own, other)
         too = before == _SUM_TOO
         before = SUM if too else before
-        moves = [collective(before, after, end.nbytes, self._axis.size)]
+        along, total = [(self._axis.size, self._axis.is_slow)], 0.0
+        scattered, summed = self._axis.scattered, is_all_reduce(before, after)
         for beside in end.others:
-            if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
-                continue  # one all-reduce along all axes
+            own_toll = beside.size, beside.is_slow
+            if too and summed and is_all_reduce(beside.before, beside.after):
+                along.append(own_toll)  # one all-reduce along all axes
+                continue
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
-            moves.append(collective(beside.before, beside.after, nbytes, beside.size))
-        return sum(paid(move, self._axis.scattered) for move in moves) * end.times
+            move = collective(beside.before, beside.after, nbytes, beside.size)
+            total += paid(move, scattered, toll([own_toll]))
+        own_move = collective(before, after, end.nbytes, self._axis.size)
+        total += paid(own_move, scattered, toll(along))
+        return total * end.times
 
     # --- what is left of it -------------------------------------------------------------------
 

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group
 
 State = int | None
 """The dim that an axis shards, or `SUM`; None of what is whole along it."""
+
+
+@dataclass(frozen=True)
+class Other:
+    """How a result of a node moves along other axes.
+
+    Attributes:
+        factor: by what these cut the node.
+        before, after: how these cut the result.
+        nbytes: what a device has of it then, whole along these axes and this one.
+        size: how many devices there are along them.
+        is_slow: whether they leave a slice or a host.
+        is_first: whether it moves along them before it does along this axis.
+    """
+
+    factor: Factor
+    before: State
+    after: State
+    nbytes: float
+    size: int
+    is_slow: bool
+    is_first: bool
+
 
 STARTUP_BYTES = 500.0
 """What a collective costs, however little it moves, in bytes."""
@@ -44,17 +68,37 @@ GPU's compiler sees no reduce-scatter. The TPU's sees it there too. Of a product
 it makes a ring of pieces instead, which moves a sum's bytes."""
 
 
-def paid(move: tuple[str, float] | None, scattered: float) -> float:
+SLOW = 8.0
+"""What a byte costs along an axis that leaves a slice or a host, of what it costs inside: an H100
+has 450 GB/s of NVLink and 50 of its network card, a v5e 100 along a ring and 3."""
+
+
+def toll(along: Iterable[tuple[int, bool]]) -> float:
+    """What a byte of a collective costs along several axes: what is summed inside of slices first
+    goes in parts between them.
+
+    Args:
+        along: of each axis how many devices it has, and whether it is slow.
+    """
+    along = list(along)
+    inside = math.prod(size for size, is_slow in along if not is_slow)
+    if not any(is_slow for _, is_slow in along):
+        return 1.0
+    return SLOW if inside == 1 else 1.0 + SLOW / inside
+
+
+def paid(move: tuple[str, float] | None, scattered: float, each: float = 1.0) -> float:
     """What a collective of so many bytes costs.
 
     Args:
         move: its kind and bytes; None if there is none.
         scattered: what a reduce-scatter costs, of its bytes.
+        each: what a byte costs along its axes (`toll`).
     """
     if move is None:
         return 0.0
     kind, nbytes = move
-    return STARTUP_BYTES + nbytes * (scattered if kind == "reduce-scatter" else 1.0)
+    return STARTUP_BYTES + nbytes * each * (scattered if kind == "reduce-scatter" else 1.0)
 
 
 def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:

@@ -23,6 +23,7 @@ from xla_dtensor.base.torch_private.attributes import (
 )
 from xla_dtensor.errors import MeshDimError, MeshError, PerDeviceValueError
 from xla_dtensor.mesh import device_order
+from xla_dtensor.mesh.domains import warn_of_crossing
 from xla_dtensor.mesh.frame import frame_of
 from xla_dtensor.mesh.group import group_of
 from xla_dtensor.mesh.saving import reduce_mesh
@@ -32,8 +33,9 @@ from xla_dtensor.runtime import abstract, processes
 class XLADeviceMesh(DeviceMesh):
     """What torch's ``DeviceMesh`` is over XLA devices; ``init_device_mesh("xla", ...)`` and
     ``DeviceMesh("xla", ...)`` make it. The numbers in ``mesh`` are positions in ``jax.devices()``.
-    ``init_device_mesh`` takes a TPU's chips in an order in which neighbours in the mesh are linked;
-    the order that is given to ``DeviceMesh`` is obeyed.
+    ``init_device_mesh`` takes a TPU's chips in an order in which neighbours in the mesh are linked,
+    and lays the outermost dims across slices, or across GPUs' hosts; the order that is given to
+    ``DeviceMesh`` is obeyed.
 
     A process drives many devices, so what torch defines per rank (``get_rank``,
     ``get_local_rank``, ``get_coordinate``) has no value here and raises ``PerDeviceValueError``,
@@ -80,13 +82,14 @@ class XLADeviceMesh(DeviceMesh):
                     f"DeviceMesh('xla', {ids}): device numbers must be distinct and not negative; "
                     "they are positions in jax.devices()"
                 )
-            runtime.devices(ids)  # starts the backend, or says what is missing
+            devices = runtime.devices(ids)  # starts the backend, or says what is missing
             if processes.several() and len(ids) != runtime.device_count():
                 raise MeshError(
                     f"DeviceMesh('xla', {ids}): {processes.count()} processes have "
                     f"{runtime.device_count()} devices together, and a mesh has to have all of "
                     "them; cut it from one that has, mesh[name]"
                 )
+            warn_of_crossing(self.mesh_dim_names or (), self.shape, devices)
 
     @staticmethod
     def _init_process_groups(*args: Any, **kwargs: Any) -> list[str]:

@@ -3,7 +3,8 @@
 TPU chips are the points of a torus, and talk to the next ones only. JAX numbers them line by line,
 so a mesh that takes them by number has neighbours that lie many links apart. JAX's `mesh_utils`
 knows which order folds a mesh of a given shape into the torus; dims further right get the better
-places, as those of ``(dp, tp)`` want it.
+places, as those of ``(dp, tp)`` want it. Of several slices each is folded by itself, and the
+mesh's outermost dims lie across them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from xla_dtensor.errors import MeshError
+from xla_dtensor.mesh.domains import across, domains
 
 # Kinds with a 2D torus are pods of 16x16 chips, of which a full axis is a ring; the others have a
 # 3D torus, built from cubes of 4x4x4 chips, and an axis of whole cubes is one
@@ -31,11 +33,18 @@ def near(shape: Sequence[int], devices: Sequence[Any]) -> list[int]:
         devices: JAX's, in their own order; as many as the mesh has.
 
     Returns:
-        positions in ``devices``, in the mesh's row-major order: ascending where the devices aren't
-        a box of TPU chips. Elsewhere JAX's order keeps the devices of a host together.
+        positions in ``devices``, in the mesh's row-major order. In one domain (`domains`) they are
+        ascending where the devices aren't a box of TPU chips: JAX's order keeps the devices of a
+        host together. The outermost dims lie across domains.
     """
     ids = list(range(len(devices)))
-    if math.prod(shape) != len(devices) or len(devices) < 2 or not _is_box(devices):
+    if math.prod(shape) != len(devices) or len(devices) < 2:
+        return ids
+    numbers = domains(devices)
+    outer = across(shape, numbers)
+    if math.prod(outer) > 1:
+        return _of_several(shape, outer, devices, numbers)
+    if not _is_box(devices):
         return ids
     from jax.experimental import mesh_utils
 
@@ -44,6 +53,21 @@ def near(shape: Sequence[int], devices: Sequence[Any]) -> list[int]:
     )
     position = {id(device): i for i, device in enumerate(devices)}
     return [position[id(device)] for device in array.flat]
+
+
+def _of_several(
+    shape: Sequence[int], outer: Sequence[int], devices: Sequence[Any], numbers: Sequence[int]
+) -> list[int]:
+    """The order of domains' devices: a grid of domains, ``outer``, each of them a mesh."""
+    inner = [size // many for size, many in zip(shape, outer, strict=True)]
+    whole = np.empty((*outer, *inner), int)
+    each = whole.reshape(-1, math.prod(inner))
+    for place, number in zip(each, sorted(set(numbers)), strict=True):
+        own = [i for i, n in enumerate(numbers) if n == number]
+        order = near(inner, [devices[i] for i in own])
+        place[:] = [own[i] for i in order]
+    pairs = [axis for dim in range(len(shape)) for axis in (dim, dim + len(shape))]
+    return [int(i) for i in whole.transpose(pairs).flat]
 
 
 def _is_box(devices: Sequence[Any]) -> bool:
@@ -74,7 +98,8 @@ def rings(devices: Sequence[Any]) -> tuple[bool, ...]:
 
 def mean_hops(devices: np.ndarray, links: Sequence[Any] | None = None) -> tuple[float, ...]:
     """How many links neighbours along each dim of a mesh are apart, in the mean; the last and the
-    first are neighbours, too. 1 is best, or 0 where a dim's devices share a chip.
+    first are neighbours, too. 1 is best, or 0 where a dim's devices share a chip. Between those of
+    different slices there are no links, and they don't count.
 
     Args:
         devices: TPU devices in the mesh's shape.
@@ -95,6 +120,7 @@ def mean_hops(devices: np.ndarray, links: Sequence[Any] | None = None) -> tuple[
     every = list(devices.flat) if links is None else list(links)
     box, closed = _box(every), rings(every)
     coords = np.array([device.coords for device in devices.flat]).reshape(*devices.shape, -1)
+    slices = np.array(domains(list(devices.flat))).reshape(devices.shape)
     found = []
     for dim, size in enumerate(devices.shape):
         if size == 1:
@@ -104,13 +130,14 @@ def mean_hops(devices: np.ndarray, links: Sequence[Any] | None = None) -> tuple[
         for axis, (n, ring) in enumerate(zip(box, closed, strict=True)):
             if ring:
                 apart[..., axis] = np.minimum(apart[..., axis], n - apart[..., axis])
-        found.append(float(apart.sum(-1).mean()))
+        linked = slices == np.roll(slices, -1, axis=dim)
+        found.append(float(apart.sum(-1)[linked].mean()) if linked.any() else 0.0)
     return tuple(found)
 
 
 def extents(devices: np.ndarray) -> tuple[tuple[bool, ...], ...]:
     """For each dim of a mesh the axes of the torus that it extends along, each by whether the dim
-    has the whole axis and the axis is a ring.
+    has the whole axis and the axis is a ring; of several slices those of each.
 
     Args:
         devices: TPU devices in the mesh's shape.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from xla_dtensor.mesh import device_order
+from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.runtime.chips import Chip
 
@@ -29,10 +30,12 @@ def links(chip: Chip, devices: np.ndarray, names: Sequence[str]) -> Links:
         chip: what its devices are.
         devices, names: the mesh, and its dims' names.
     """
+    numbers = domains(list(devices.flat))
     if chip.is_switched:
-        return Switched(chip, [domain_of(device, chip) for device in devices.flat])
+        return Switched(chip, numbers)
     every = device_order.extents(devices)
-    return Torus({name: Lane(axes, chip) for name, axes in zip(names, every, strict=True)})
+    inside = Torus({name: Lane(axes, chip) for name, axes in zip(names, every, strict=True)})
+    return inside if len(set(numbers)) == 1 else Slices(inside, chip, numbers)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,49 @@ _LACKS = {
 }
 
 
+def slow_bytes(collective: HloCollective, numbers: Sequence[int]) -> float:
+    """What has to come in at a device over the slow network between domains: what all members in a
+    domain lack together, once, over the cards of all of them.
+
+    Args:
+        numbers: the domain of each device, by its position in the mesh.
+    """
+    kind, result = collective.kind, collective.bytes
+    groups = collective.groups or (tuple(range(len(numbers))),)
+    if kind not in _LACKS:  # pairs
+        apart = any(numbers[a] != numbers[b] for a, b, *_ in groups if a != b)
+        return float(result) if apart else 0.0
+    size = len(groups[0])
+    # A domain that has few members has few cards, and lacks the more.
+    own = min(min(Counter(numbers[i] for i in group).values()) for group in groups)
+    if own == size:
+        return 0.0
+    lacking = float(_LACKS[kind](result, size, own))
+    # Of an exchange each member lacks another part; and TPUs' hosts send what each chip asks for.
+    return lacking if "all-to-all" in kind or collective.between_slices else lacking / own
+
+
+@dataclass(frozen=True)
+class Slices:
+    """TPUs in several slices: a torus each, and the data-centre network between hosts.
+
+    Attributes:
+        inside: a slice's links.
+        chip: what the devices are.
+        numbers: the slice of each, by its position in the mesh.
+    """
+
+    inside: Torus
+    chip: Chip
+    numbers: Sequence[int]
+
+    def seconds(self, collective: HloCollective) -> float:
+        """Of what a compiled program does the slice's links or the network, since the compiler has
+        a collective of its own for each; else the slower of the two."""
+        over = slow_bytes(collective, self.numbers) / (self.chip.network / self.chip.devices)
+        return over if collective.between_slices else max(over, self.inside.seconds(collective))
+
+
 @dataclass(frozen=True)
 class Switched:
     """GPUs: all of a domain (a host, or a rack) are linked by a switch, and each has a network card
@@ -98,35 +144,24 @@ class Switched:
 
     Attributes:
         chip: what the devices are.
-        domains: of each device, by its position in the mesh.
+        numbers: the domain of each device, by its position in the mesh.
     """
 
     chip: Chip
-    domains: Sequence[int]
+    numbers: Sequence[int]
 
     def seconds(self, collective: HloCollective) -> float:
         """Two bounds, of which the larger holds: what a device lacks has to come over its link to
         the switch; and what all members in a domain lack together has to come over their network
         cards, once."""
         kind, result = collective.kind, collective.bytes
-        groups = collective.groups or (tuple(range(len(self.domains))),)
+        over = slow_bytes(collective, self.numbers) / self.chip.network
         if kind not in _LACKS:  # pairs
-            apart = any(self.domains[a] != self.domains[b] for a, b, *_ in groups if a != b)
-            return result / (self.chip.network if apart else self.chip.link)
-        size = len(groups[0])
+            return over or result / self.chip.link
+        size = len(collective.groups[0]) if collective.groups else len(self.numbers)
         if size < 2:
             return 0.0
         # A switch can add what passes through it (NVLink SHARP, which NCCL uses by itself): a
         # device sends what it has once, and gets the sum.
         inside = result if kind == "all-reduce" else _LACKS[kind](result, size, 1)
-        # A domain that has few members has few cards, and lacks the more.
-        own = min(min(Counter(self.domains[i] for i in group).values()) for group in groups)
-        outside = _LACKS[kind](result, size, own) / own
-        if "all-to-all" in kind:  # of which each member lacks another part
-            outside *= own
-        return max(inside / self.chip.link, outside / self.chip.network if own < size else 0.0)
-
-
-def domain_of(device: Any, chip: Chip) -> int:
-    """The domain of a GPU, by number: its host, or as many hosts as one switch links."""
-    return int(device.process_index // chip.hosts)
+        return max(inside / self.chip.link, over)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import CompiledStep, compile
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
+from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning import memory as memory_of
 from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
@@ -26,8 +27,9 @@ from xla_dtensor.planning.kept import Said, digest, said
 from xla_dtensor.planning.links import links
 from xla_dtensor.planning.program_text import HloText
 from xla_dtensor.planning.report import Report
-from xla_dtensor.planning.rows import exposed_per_dim, rows, seconds_per_dim
+from xla_dtensor.planning.rows import Row, exposed_per_dim, rows, seconds_per_dim
 from xla_dtensor.planning.schedule import Schedule, schedule
+from xla_dtensor.planning.text import size
 from xla_dtensor.plans.shard_map_call import platform_of
 from xla_dtensor.runtime import abstract, topologies
 from xla_dtensor.runtime.chips import chip_of, fraction
@@ -129,6 +131,7 @@ def lowered_plan(
         tokens = _tokens(args)
     seen["options"] = abstract.compiler_options(seen["options"])
     # In the block, of which a compiler's thread knows nothing.
+    seen["domains"] = domains(list(_devices(frame).flat))
     seen["available"] = granted_memory(_devices(frame).flat[0])
     return functools.partial(_compiled_report, _name(step), seen, current, tokens)
 
@@ -205,12 +208,14 @@ def _report(
     memory, text, cost = found.memory, found.text, found.cost
     all_inputs = seen["inputs"]
     program = HloText(text)
-    moved = collectives(program, devices.shape, tuple(sizes))
+    moved = collectives(program, devices.shape, tuple(sizes), list(devices.flat))
+    apart = seen["domains"] if len(set(seen["domains"])) > 1 else []
     over = None if chip is None else links(chip, devices, tuple(sizes))
     in_time = Schedule()
     if chip is not None and over is not None and text:
         in_time = schedule(program, moved, over, chip)
-    table = rows(moved, all_inputs, over, in_time.exposed)
+    table = rows(moved, all_inputs, over, in_time.exposed, apart)
+    slow = sum(row.slow_bytes for row in table)
     hops: dict[str, float] = {}
     if chip is not None and not chip.is_switched:
         hops = dict(zip(sizes, device_order.mean_hops(devices), strict=True))
@@ -226,6 +231,9 @@ def _report(
             "memory": moved_bytes / (chip.memory_bandwidth / chip.devices),
             **{f"network {dim}": t for dim, t in seconds_per_dim(table).items()},
         }
+        if apart:
+            between = "network between " + ("hosts" if chip.is_switched else "slices")
+            seconds[between] = slow / (chip.network / chip.devices)
     return Report.made(
         step=name,
         topology="" if topology is None else topology.name,
@@ -244,9 +252,28 @@ def _report(
         exposed=exposed_per_dim(table) if in_time.seconds else {},
         stretches=tuple(in_time.stretches),
         tokens=tokens,
-        notes=found.notes,
+        notes=(*found.notes, *_of_slow_links(table, slow)),
+        slow_bytes=slow,
+        domains=len(set(apart)) or 1,
         source="" if chip is None else chip.source,
     )
+
+
+def _of_slow_links(table: Sequence[Row], slow: float) -> tuple[str, ...]:
+    """What to say of activations that go over the slow network, if they are more than a few."""
+    found = [row for row in table if row.slow_bytes and not row.of_parameters]
+    moved = sum(row.slow_bytes for row in found)
+    if moved < max(_FEW, slow / 10):
+        return ()
+    dims = sorted({dim for row in found for dim in row.dims})
+    return (
+        f"{size(moved)} of activations come in at a device over the slow network between slices or "
+        f"hosts, along {', '.join(dims)}: give dims along which activations travel no more devices "
+        "than a slice or host has, and let the mesh's outermost dims be those of data parallelism",
+    )
+
+
+_FEW = 2**20  # bytes
 
 
 def _devices(frame: Any) -> Any:

@@ -14,6 +14,7 @@ _CALLS = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHAIN = re.compile(r'\bchain_id="(-?\d+)"')
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _OP_NAME = re.compile(r'metadata=\{[^}]*?\bop_name="(?P<name>(?:[^"\\]|\\.)*)"')
 
 
@@ -106,6 +107,7 @@ class HloText:
         runs: how often each computation runs, by name; not there for those that are never called.
         unknown_loops: the names of loops of which nobody knows how often they run (their bodies
             count once).
+        partitions: how many devices it is for: of several slices, those of one; 0 if it isn't said.
     """
 
     def __init__(self, text: str) -> None:
@@ -113,12 +115,13 @@ class HloText:
         self.entry = ""
         current: list[Instruction] | None = None
         name = ""
+        head = _PARTITIONS.search(text.partition("\n")[0])
+        self.partitions = int(head[1]) if head else 0
         for line in text.splitlines():
             if current is None:
                 if line.endswith("{") and not line.startswith(("HloModule", " ")):
                     is_entry = line.startswith("ENTRY ")
-                    head = line.removeprefix("ENTRY ")
-                    name = re.match(r"%?([\w.\-]+)", head)[1]  # type: ignore[index]
+                    name = re.match(r"%?([\w.\-]+)", line.removeprefix("ENTRY "))[1]  # type: ignore[index]
                     current = self.computations[name] = []
                     if is_entry:
                         self.entry = name

@@ -42,8 +42,11 @@ class Report:
         exposed: per mesh dim how long of that a device waits for collectives.
         stretches: those parts of the schedule that communicate (`schedule.Stretch`).
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
-        seconds: at the least: ``compute``, ``memory``, ``network DIM``; {} where the chip is none
+        seconds: at the least: ``compute``, ``memory``, ``network DIM``, and where there are several
+            slices or hosts ``network between slices`` (or ``hosts``); {} where the chip is none
             that is known.
+        domains: how many slices of a TPU there are, or hosts (racks) of GPUs.
+        slow_bytes: what comes in at a device over the slow network between these, in a step.
         bound: the largest of these: no step is faster.
         tokens: what a step computes; ``tokens_per_second`` and ``mfu`` are those at the bound.
         attributed: the part of the collectives' bytes of which a module or a parameter is known.
@@ -85,6 +88,8 @@ class Report:
     scheduled: float | None = None
     exposed: dict[str, float] = field(default_factory=dict)
     stretches: tuple[Stretch, ...] = ()
+    slow_bytes: float = 0.0
+    domains: int = 1
 
     @classmethod
     def made(

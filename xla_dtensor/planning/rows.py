@@ -11,8 +11,9 @@ from typing import Any
 from xla_dtensor.base.source_line import module_in
 from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.inputs import NamedInput
-from xla_dtensor.planning.links import Links
+from xla_dtensor.planning.links import Links, slow_bytes
 
+BETWEEN = "between slices"
 _INPUT = re.compile(r"\b(?:donated|kept)\[\d+\]")
 
 
@@ -32,6 +33,8 @@ class Row:
         exposed: how long of these a device waits for them (`schedule.py`).
         of_parameters: whether what they give is shaped like a parameter, or its gradient.
         activations: whether they move something else along a dim that the batch is sharded along.
+        slow_bytes: what comes in at a device over the slow network between slices or hosts.
+        between_slices: whether they go over nothing but that network.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class Row:
     of_parameters: bool
     activations: bool
     exposed: float = 0.0
+    slow_bytes: float = 0.0
+    between_slices: bool = False
 
 
 def rows(
@@ -51,6 +56,7 @@ def rows(
     inputs: Sequence[NamedInput],
     over: Links | None,
     exposed: Mapping[str, float],
+    domains: Sequence[int] = (),
 ) -> list[Row]:
     """The rows, those with the most bytes first.
 
@@ -59,38 +65,42 @@ def rows(
         inputs: the arrays that it is given.
         over: the links that they go over; None where nobody knows how fast these are.
         exposed: how long a device waits for each, by its name.
+        domains: the slice or host of each device of the mesh, if there are several.
     """
     by_label = {one.label: one.name for one in inputs}
     named = {one.name for one in inputs if one.kind in ("parameter", "gradient")}
     shapes = [one.shape for one in inputs if one.kind in ("parameter", "gradient")]
     batch = {dim for one in inputs if one.kind == "argument" for dim in one.batch}
-    groups: dict[Any, list[tuple[int, int, float, float]]] = defaultdict(list)
+    groups: dict[Any, list[tuple[int, int, float, float, float]]] = defaultdict(list)
     for one in found:
         taken = 0.0 if over is None else over.seconds(one)
+        slow = slow_bytes(one, domains) if domains else 0.0
         largest = max(one.parts, key=lambda part: part.shape.bytes)
         for part in one.parts:
             share = part.shape.bytes / one.bytes if one.bytes else 0.0
             module, part_of = _module(part.op_names, by_label)
             like = module in named or _is_part_of_any(part.shape.dims, shapes)
-            key = one.kind, one.dims, module, part_of, like
+            key = one.kind, one.dims, module, part_of, like, one.between_slices
             counted = one.times if part is largest else 0
             waited = exposed.get(one.name, 0.0) * share
             nbytes = one.times * part.shape.bytes
-            groups[key].append((counted, nbytes, one.times * taken * share, waited))
+            times = one.times * share
+            groups[key].append((counted, nbytes, times * taken, waited, times * slow))
     made = [
         Row(
             kind,
             dims,
             module,
             part_of,
-            sum(count for count, *_ in members),
-            sum(size for _, size, *_ in members),
-            sum(time for _, _, time, _ in members),
+            int(totals[0]),
+            int(totals[1]),
+            totals[2],
             like,
             bool(batch & set(dims)) and not like,
-            sum(waited for *_, waited in members),
+            *(totals[3], totals[4], between),
         )
-        for (kind, dims, module, part_of, like), members in groups.items()
+        for (kind, dims, module, part_of, like, between), members in groups.items()
+        for totals in [[sum(column) for column in zip(*members, strict=True)]]
     ]
     return sorted(made, key=lambda row: (-row.bytes, row.kind, row.module))
 
@@ -122,18 +132,19 @@ def _is_part_of_any(dims: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> b
 
 def seconds_per_dim(table: Sequence[Row]) -> dict[str, float]:
     """The time that the links of each mesh dim are busy at the least. A collective along several
-    dims uses the links of all of them."""
+    dims uses the links of all of them; one between slices none."""
     return _per_dim(table, lambda row: row.seconds)
 
 
 def exposed_per_dim(table: Sequence[Row]) -> dict[str, float]:
-    """How long of that a device waits. Of a collective along several dims, all of it for each."""
+    """How long of that a device waits. Of a collective along several dims, all of it for each; of
+    those between slices for the network."""
     return _per_dim(table, lambda row: row.exposed)
 
 
 def _per_dim(table: Sequence[Row], of: Callable[[Row], float]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for row in table:
-        for dim in row.dims:
+        for dim in (BETWEEN,) if row.between_slices else row.dims:
             found[dim] += of(row)
     return dict(found)

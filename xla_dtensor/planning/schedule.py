@@ -28,6 +28,7 @@ _FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
         *("partition-id", "replica-id", "add-dependency", "opt-barrier", "copy-start", "copy-done"),
+        *("send", "recv", "send-done", "recv-done"),  # of which collectives have their own time
     }
 )
 
@@ -117,7 +118,8 @@ class _Walk:
         return self._known[computation]
 
     def _timed(self, computation: str) -> float:
-        now = links_free = computing_since = 0.0
+        now = computing_since = 0.0
+        free = {False: 0.0, True: 0.0}  # links inside of slices, and the network between them
         started: dict[str, tuple[HloCollective, float, float]] = {}
         events: list[TimelineEvent] = []
         times = self.program.runs.get(computation, 1)
@@ -138,9 +140,9 @@ class _Walk:
         for instruction in self.program.computations.get(computation, ()):
             one, key, is_done = self._collective(instruction)
             if one is not None:
-                begin = max(now, links_free)
-                links_free = begin + self._over.seconds(one)
-                started[key] = one, begin, links_free
+                begin = max(now, free[one.between_slices])
+                end = free[one.between_slices] = begin + self._over.seconds(one)
+                started[key] = one, begin, end
                 if is_done:
                     wait(key)
             elif is_done and key in started:
@@ -160,7 +162,7 @@ class _Walk:
         ended here."""
         one = self._found.get(instruction.name)
         if one is not None:
-            return one, instruction.name, not instruction.op.endswith("-start")
+            return one, instruction.name, not instruction.op.endswith(("-start", "recv"))
         if instruction.op.endswith("-done") and instruction.op != "copy-done":
             return None, next(iter(instruction.operand_names()), ""), True
         # The TPU's compiler has them in fusions, and tells by a number which belong together.

@@ -84,6 +84,11 @@ def _collectives(report: Any) -> Iterator[str]:
         f"{sum(row.count for row in report.collectives)}; {100 * report.attributed:.0f} % of the "
         "bytes are of a known module"
     )
+    if report.domains > 1:
+        yield (
+            f"  {size(report.slow_bytes)} come in at a device over the slow network between "
+            f"{report.domains} slices or hosts"
+        )
     table = alike(report.collectives)
     if table:
         head = f"{'bytes':>10} {'count':>6} {'at least':>10} {'exposed':>10}"
@@ -92,6 +97,7 @@ def _collectives(report: Any) -> Iterator[str]:
         what = f"{row.kind} {'+'.join(row.dims) or '?'}"
         where = " ".join(filter(None, (row.module or "?", row.part)))
         mark = "  activations along the batch" if row.activations else ""
+        mark += f"  slow: {size(row.slow_bytes)}" if row.slow_bytes else ""
         yield (
             f"  {size(row.bytes):>10} {row.count or '':>6} {milliseconds(row.seconds):>10} "
             f"{milliseconds(row.exposed):>10}  {what:<24} {where}{mark}"
@@ -106,7 +112,8 @@ def alike(table: Iterable[Row]) -> list[Row]:
     groups: dict[Any, list[Row]] = {}
     for row in table:
         module = of_equal_layers(row.module)
-        key = row.kind, row.dims, module, row.part, row.of_parameters, row.activations
+        own = row.of_parameters, row.activations, row.between_slices
+        key = row.kind, row.dims, module, row.part, *own
         groups.setdefault(key, []).append(row)
     merged = [
         dataclasses.replace(
@@ -116,6 +123,7 @@ def alike(table: Iterable[Row]) -> list[Row]:
             bytes=sum(row.bytes for row in members),
             seconds=sum(row.seconds for row in members),
             exposed=sum(row.exposed for row in members),
+            slow_bytes=sum(row.slow_bytes for row in members),
         )
         for key, members in groups.items()
     ]
@@ -141,6 +149,7 @@ def compared(a: Any, b: Any) -> str:
     for name in ("needed", "arguments", "temporaries", "outputs"):
         line(f"memory, {name}", getattr(a.memory, name), getattr(b.memory, name), size)
     line("collectives, bytes", a.collective_bytes, b.collective_bytes, size)
+    line("  over slow links", a.slow_bytes or None, b.slow_bytes or None, size)
     for kind in sorted({row.kind for row in (*a.collectives, *b.collectives)}):
         both = [sum(r.bytes for r in x.collectives if r.kind == kind) for x in (a, b)]
         line(f"  {kind}", both[0], both[1], size)

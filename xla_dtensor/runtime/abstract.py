@@ -36,7 +36,7 @@ def compiler_options(given: dict[str, Any] | None) -> dict[str, Any]:
     topology = _state.topology
     own: dict[str, Any] = {} if topology is None else topology.compiler_options
     if topology is not None and topology.is_of_gpus:  # as on GPUs that are here
-        own = own | {xla_flags.EXCESS_PRECISION: False}
+        own |= {xla_flags.EXCESS_PRECISION: False, **xla_flags.options(*xla_flags.PIPELINED)}
     return {**own, **(given or {})}
 
 

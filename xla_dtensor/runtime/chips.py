@@ -26,7 +26,8 @@ class Chip:
             what isn't there takes as long as bfloat16, or longer.
         is_switched: whether a switch is at the other end of its links, and every device of a
             domain is as near as any other; ``link`` is then that of all of them together.
-        network: bytes per second in one direction from one device to other domains.
+        network: bytes per second in one direction from one chip to other domains: a TPU's slices,
+            a GPU's hosts or racks. A host's cards, shared by its chips.
         hosts: how many hosts are a domain, of chips that are switched.
     """
 
@@ -58,25 +59,28 @@ _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 # Google's tables have the bandwidth of all of a chip's links (four in 2D tori, six in 3D ones) in
 # both directions together. Of the memory libtpu keeps some to itself; what is left it says when it
 # refuses a program (libtpu 0.0.52, 2026-11-22): 15.75 of 16 GiB, 95.73 of 95 "GB", 31.24 of 32, and
-# 94.74 on each of the two devices that are a tpu7x.
+# 94.74 on each of the two devices that are a tpu7x. ``network`` is the data-centre network between
+# slices, of which the tables have the bandwidth of a chip: 50 Gb/s for v5p, 100 for v6e and tpu7x
+# (whose hosts have 4 chips, a host of v6e 8 and four cards of 200 Gb/s); of v5e they have a host's,
+# two cards of 100 Gb/s for 8 chips, and a pod's, 6.4 Tb/s for 256.
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip(
             *("v5e", 197 * TERA, 15.75 * GIB, 819 * GIGA, 400 * GIGA / 8, 1, f"{_CLOUD}v5e"),
-            (("int8", 394 * TERA),),
+            *((("int8", 394 * TERA),), False, 25 * GIGA / 8),
         ),
         Chip(
             *("v5p", 459 * TERA, 95.73 * GIB, 2765 * GIGA, 1200 * GIGA / 12, 1, f"{_CLOUD}v5p"),
-            (("int8", 918 * TERA),),
+            *((("int8", 918 * TERA),), False, 50 * GIGA / 8),
         ),
         Chip(
             *("v6e", 918 * TERA, 31.24 * GIB, 1638 * GIGA, 800 * GIGA / 8, 1, f"{_CLOUD}v6e"),
-            (("int8", 1836 * TERA),),
+            *((("int8", 1836 * TERA),), False, 100 * GIGA / 8),
         ),
         Chip(
             *("tpu7x", 2307 * TERA, 189.48 * GIB, 7380 * GIGA, 1200 * GIGA / 12, 2),
-            *(f"{_CLOUD}tpu7x", (("fp8", 4614 * TERA),)),
+            *(f"{_CLOUD}tpu7x", (("fp8", 4614 * TERA),), False, 100 * GIGA / 8),
         ),
     )
 }
@@ -204,13 +208,23 @@ def chip_of(kind: str, device: Any) -> Chip | None:
         return replace(GPUS[kind], memory=GPUS[kind].memory * fraction())
     if kind in CHIPS:
         return CHIPS[kind]
+    chip, limit = _named(device.device_kind), limit_of(device)
+    return chip if chip is None or limit is None else replace(chip, memory=limit * chip.devices)
+
+
+def hosts_of_domain(device: Any) -> int:
+    """How many hosts of a GPU's kind are behind one switch."""
+    chip = _named(device.device_kind)
+    return 1 if chip is None else chip.hosts
+
+
+def _named(device_kind: str) -> Chip | None:
     found = (
         {**GPUS, **CHIPS}[name]
         for words, name in _DEVICE_KINDS.items()
-        if re.search(rf"\b{re.escape(words)}\b", device.device_kind)
+        if re.search(rf"\b{re.escape(words)}\b", device_kind)
     )
-    chip, limit = next(found, None), limit_of(device)
-    return chip if chip is None or limit is None else replace(chip, memory=limit * chip.devices)
+    return next(found, None)
 
 
 def limit_of(device: Any) -> float | None:

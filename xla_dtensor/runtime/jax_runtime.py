@@ -76,7 +76,8 @@ def start(min_cpu_devices: int = 1) -> None:
         os.environ.setdefault("NPROC", _CPU_THREADS)
         # LLVM also compiles for GPUs, whose kernels are another matter.
         gpu = jax_private.has_visible_nvidia_gpu()
-        xla_flags.add(xla_flags.ROUNDED if gpu else xla_flags.LLVM_ON_CPUS)
+        of_gpus = xla_flags.ROUNDED, *(f"--{name}=true" for name in xla_flags.PIPELINED)
+        xla_flags.add(*(of_gpus if gpu else [xla_flags.LLVM_ON_CPUS]))
         program_cache.use()
         configured = getattr(jax.config, "jax_num_cpu_devices", -1)
         min_cpu_devices = -(-min_cpu_devices // processes.count())

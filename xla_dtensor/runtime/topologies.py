@@ -1,4 +1,4 @@
-"""Devices by the name of what they are part of: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:64"``.
+"""Devices by the name of what they are part of: ``"v5p:4x4x4"``, ``"v5e:16x16*4"``, ``"h100:8x8"``.
 
 A TPU's are described by its compiler, libtpu, which needs no TPU, and those of named GPUs to XLA's
 GPU compiler, which needs no GPU. Those of CPUs (simulated ones, of any number) and the GPUs of this
@@ -22,7 +22,7 @@ from xla_dtensor.runtime.chips import CHIPS, GPUS, Chip, chip_of
 HERE = ("cpu", "gpu")
 KINDS = (*CHIPS, *GPUS, *HERE)
 
-_NAME = re.compile(r"(?P<kind>[a-z0-9_]+):(?P<shape>\d+(x\d+)*)")
+_NAME = re.compile(r"(?P<kind>[a-z0-9_]+):(?P<shape>\d+(x\d+)*)(\*(?P<slices>\d+))?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +33,15 @@ class Topology:
         name: ``"v5e:4x4"``.
         kind: ``"v5e"``.
         chips: how many chips these are; a chip may be two devices.
-        devices: JAX's, which may be of a kind that can't compute.
+        devices: JAX's, which may be of a kind that can't compute; each slice's together.
+        slices: in how many slices they are, between which the network is a slow one.
     """
 
     name: str
     kind: str
     chips: int
     devices: tuple[Any, ...] = field(repr=False)
+    slices: int = 1
 
     @property
     def is_here(self) -> bool:
@@ -82,9 +84,10 @@ def topology(name: str) -> Topology:
 
     Args:
         name: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
-            ``"tpu7x:2x2x1"``; ``"h100:8x8"``, hosts and the GPUs of each; ``"cpu:64"`` are so many
-            simulated devices, ``"gpu:8"`` the first GPUs of this machine; likewise of what JAX
-            computes on, whatever it is.
+            ``"tpu7x:2x2x1"``, and ``"v5e:16x16*4"`` for four such slices; ``"h100:8x8"``, hosts
+            and the GPUs of each; ``"cpu:64"`` are so many simulated devices (``"cpu:8*2"`` twice
+            8, taken for two slices), ``"gpu:8"`` the first GPUs of this machine; likewise of what
+            JAX computes on, whatever it is.
 
     Raises:
         TopologyError: there is no such kind, it has no such shape, or its compiler isn't installed.
@@ -98,18 +101,24 @@ def topology(name: str) -> Topology:
     shape = tuple(map(int, match["shape"].split("x")))
     if 0 in shape:
         raise TopologyError(f"topology {name!r}: each of its axes has one chip or more")
-    kind = match["kind"]
+    kind, slices = match["kind"], int(match["slices"] or 1)
+    if slices < 1 or (slices > 1 and kind not in CHIPS and kind != "cpu"):
+        raise TopologyError(
+            f"topology {name!r}: one or more slices of a TPU ('v5e:16x16*4') or of simulated "
+            "devices ('cpu:8*2'); of GPUs give all hosts ('h100:8x8'), each of which is a fast "
+            "network by itself (gb200 and gb300: 18 of them)"
+        )
     if kind not in CHIPS and kind not in GPUS:
-        devices = _here(name, kind, shape)
+        devices = _here(name, kind, math.prod(shape) * slices)
     elif kind in CHIPS:
-        devices = _of_tpu(name)
+        devices = _of_tpu(name.partition("*")[0], slices)
     elif len(shape) == 2:
         devices = gpus.devices(name, kind, *shape)
     else:
         raise TopologyError(
             f"topology {name!r}: give hosts and the GPUs of each, as in '{kind}:8x8'"
         )
-    return Topology(name, kind, math.prod(shape), tuple(devices))
+    return Topology(name, kind, math.prod(shape) * slices, tuple(devices), slices)
 
 
 def _platform() -> str:
@@ -119,11 +128,10 @@ def _platform() -> str:
     return jax.devices()[0].platform if jax_private.backends_are_initialized() else ""
 
 
-def _here(name: str, kind: str, shape: tuple[int, ...]) -> list[Any]:
+def _here(name: str, kind: str, count: int) -> list[Any]:
     import jax
 
     from_jax: list[Any] = []
-    count = math.prod(shape)
     if kind == "cpu":
         _simulate(count)
     try:
@@ -151,7 +159,7 @@ def _simulate(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _of_tpu(name: str) -> list[Any]:
+def _of_tpu(name: str, slices: int) -> list[Any]:
     # libtpu asks the cloud's metadata server who it is, unless it is told not to.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -172,7 +180,9 @@ def _of_tpu(name: str) -> list[Any]:
         # With libtpu there, JAX would look for a TPU to run on.
         jax.config.update("jax_platforms", "cpu")
     try:
-        return list(topologies.get_topology_desc(name, "tpu").devices)
+        # libtpu takes a slice for one of several if it is told a number.
+        several = {"num_slices": slices} if slices > 1 else {}
+        return list(topologies.get_topology_desc(name, "tpu", **several).devices)
     except Exception as error:
         raise TopologyError(
             f"topology {name!r}: libtpu doesn't know it ({str(error).splitlines()[0]}); kinds are "

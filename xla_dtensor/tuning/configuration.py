@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +64,9 @@ class Configuration:
 
     def device_mesh(self) -> Any:
         """The mesh, of the devices that are here or in the current ``xd.abstract`` block."""
-        return init_device_mesh("xla", (*self.mesh.values(),), mesh_dim_names=(*self.mesh,))
+        with warnings.catch_warnings():  # that a dim leaves a slice, which the price says
+            warnings.simplefilter("ignore")
+            return init_device_mesh("xla", (*self.mesh.values(),), mesh_dim_names=(*self.mesh,))
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Lay a model's parameters out, and wrap the layers that are computed again. Before an
