@@ -5,9 +5,10 @@
     python benchmarks/tune_by_hand.py --top 2 --kept FOLDER # goes on where it was stopped
 
 Nothing is run. In the folder each side of a case leaves what `xd.tune` has found (and what the
-compiler has said is kept by the package itself). A case is a model, a batch, devices, and a plan: a mesh, and which dim of each
-weight each of its dims shards. The plan is judged as what `xd.tune` finds is, with the mesh and
-all parameters given: what is computed lies as is cheapest, so it is at most what its authors pay.
+compiler has said is kept by the package itself). A case is a model, a batch, devices, and a plan: a
+mesh, and which dim of each weight each of its dims shards. The plan is judged as what `xd.tune`
+finds is, with the mesh and all parameters given: what is computed lies as is cheapest, so it is at
+most what its authors pay.
 Model, step and precision are `tune_known.py`'s; each layer is computed again.
 
 torchtitan's configs are `llama3_8b` (FSDP; one sequence of 8192 a GPU) and `llama3_70b` (tensor

@@ -81,6 +81,7 @@ class _End:
         times: how often it moves, if it does.
         value: the number of an operand's kind; None of a result.
         others: how a result moves along other axes.
+        part: of a sum of its parts, `Node.part`.
     """
 
     group: Group
@@ -89,6 +90,7 @@ class _End:
     times: int
     value: int | None = None
     others: Sequence[Other] = ()
+    part: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +253,7 @@ class AxisChoice:
                 summed = [other.factor.operands for other in others if other.before == SUM]
                 given = [(option.results.get(i), option.operands) for option in options]
                 states = [_SUM_TOO if s == SUM and of in summed else s for s, of in given]
-                ends.append(_End(group, states, nbytes, count, others=others))
+                ends.append(_End(group, states, nbytes, count, None, others, node.part))
         for end in ends:
             self._add(end.group)
         return _Ways(options, [count * cost for cost in costs], ends)
@@ -292,14 +294,18 @@ class AxisChoice:
         before, after = (other, own) if end.value is None else (own, other)
         too = before == _SUM_TOO
         before = SUM if too else before
-        moves = [collective(before, after, end.nbytes, self._axis.size)]
+        total = self._paid(end, before, after, end.nbytes, self._axis.size)
         for beside in end.others:
             if too and is_all_reduce(before, after) and is_all_reduce(beside.before, beside.after):
                 continue  # one all-reduce along all axes
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
-            moves.append(collective(beside.before, beside.after, nbytes, beside.size))
-        return sum(paid(move, self._axis.scattered) for move in moves) * end.times
+            total += self._paid(end, beside.before, beside.after, nbytes, beside.size)
+        return total * end.times
+
+    def _paid(self, end: _End, before: State, *moved: Any) -> float:
+        part = end.part if before == SUM else 1.0
+        return part * paid(collective(before, *moved), self._axis.scattered)
 
     # --- what is left of it -------------------------------------------------------------------
 

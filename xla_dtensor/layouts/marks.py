@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import Literal
+
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group, Node
+
+_CASTS = ("convert_element_type",)
+_SUMS = ("add", "add_any")
 
 GroupOf = Callable[[Any], "Group | None"]
 
@@ -80,3 +86,34 @@ def _places(node: Node, factor: Factor, group_of: GroupOf) -> Iterator[tuple[Gro
             group = group_of(values[i]) if d != SUM and values[i] is not None else None
             if group is not None:
                 yield group, d
+
+
+def mark_added(
+    nodes: Sequence[Node],
+    equations: Sequence[Any],
+    given: Sequence[Any],
+    value: Callable[[Any], Any],
+) -> None:
+    """Products of which nobody wants but their sum: parts of sums that devices have of each are
+    added first, and summed along an axis once, by XLA's compilers of TPUs and GPUs.
+
+    Args:
+        nodes: that are marked.
+        equations: in order, those of loops' bodies among them.
+        given: what a program, or a loop's body, gives besides.
+        value: says of a variable whose value it has.
+    """
+    taken = [atom for equation in equations for atom in equation.invars]
+    takers = Counter(value(v) for v in (*taken, *given) if not isinstance(v, Literal))
+    products = (node for node in nodes if node.work and len(node.results) == 1)
+    parts = {value(v): [node] for node in products for v in node.results if v is not None}
+    for equation in equations:
+        name, result = equation.primitive.name, equation.outvars[:1]
+        if name not in (*_CASTS, *_SUMS):
+            continue
+        atoms = [None if isinstance(v, Literal) else value(v) for v in equation.invars]
+        if all(takers[v] == 1 and v in parts for v in atoms):
+            added = [node for v in atoms for node in parts[v]]
+            parts[value(result[0])] = added
+            for node in added if name in _SUMS else ():
+                node.added[:] = added
