@@ -37,6 +37,7 @@ class Graph:
         sought: constants of which it is asked how they should lie, in rows of those that are to lie
             alike. Then the program's sharding constraints don't bind: they are those of how it lay
             when it was traced.
+        adds: whether XLA adds products before it sums what devices have of each.
 
     Attributes:
         nodes: in order.
@@ -53,6 +54,7 @@ class Graph:
         sizes: Mapping[str, int],
         elsewhere: Sequence[Any] = (),
         sought: Sequence[Sequence[Any]] | None = None,
+        adds: bool = False,
     ) -> None:
         self._sizes, self._binds = sizes, sought is None
         self._times = 1
@@ -82,7 +84,7 @@ class Graph:
             group.orders |= {d: axes for d, axes in several if len(axes) > 1}
         pass_on(self.nodes, self.group)
         self._keep_to_rules()
-        if not self._binds:
+        if adds:
             mark_added(self.nodes, self._equations, self._given, self.value)
         self.folds = fold(self.nodes, [*self.groups()], self.group)
 

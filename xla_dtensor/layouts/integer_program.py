@@ -349,7 +349,7 @@ class AxisChoice:
             for state, variable in zip(end.states, chosen, strict=True):
                 by_state.setdefault(state, []).append(variable)
             own = self._states[end.group]
-            pairs = _pairs(program, len(own), variables.get(end.group, []), [*by_state.values()])
+            pairs = program.pairs(len(own), variables.get(end.group, []), [*by_state.values()])
             for j, other in enumerate(by_state):
                 by_cost: dict[float, list[int]] = {}
                 for have, row in zip(own, pairs, strict=True):
@@ -385,22 +385,3 @@ class AxisChoice:
             else:
                 fixed += shares[0]
         program.at_most(weights, max(allowed / total - fixed, 0.0))
-
-
-def _pairs(
-    program: IntegerProgram, states: int, group: Sequence[int], by_state: list[list[int]]
-) -> list[list[list[int]]]:
-    """For each state of a group and of a node that has it, the variables that say both are so.
-
-    Args:
-        states: how many the group has.
-        group: its variables, one for each state; none where it has one state.
-        by_state: the node's variables, for each state.
-    """
-    if states == 1:  # where a side has one state the other side's variable is the pair's
-        return [[[*variables] for variables in by_state]]
-    if len(by_state) == 1:
-        return [[[variable]] for variable in group]
-    made = [[program.variable() for _ in by_state] for _ in range(states)]
-    program.transport(made, [[variable] for variable in group], by_state)
-    return [[[variable] for variable in row] for row in made]

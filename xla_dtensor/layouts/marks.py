@@ -11,9 +11,6 @@ from jax.extend.core import Literal
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group, Node
 
-_CASTS = ("convert_element_type",)
-_SUMS = ("add", "add_any")
-
 GroupOf = Callable[[Any], "Group | None"]
 
 
@@ -94,8 +91,8 @@ def mark_added(
     given: Sequence[Any],
     value: Callable[[Any], Any],
 ) -> None:
-    """Products of which nobody wants but their sum: parts of sums that devices have of each are
-    added first, and summed along an axis once, by XLA's compilers of TPUs and GPUs.
+    """Products of which nobody wants but their sum: what devices have of each is added first, and
+    summed along an axis once, by XLA's compilers of TPUs and GPUs; the CPU's sums each.
 
     Args:
         nodes: that are marked.
@@ -108,12 +105,15 @@ def mark_added(
     products = (node for node in nodes if node.work and len(node.results) == 1)
     parts = {value(v): [node] for node in products for v in node.results if v is not None}
     for equation in equations:
-        name, result = equation.primitive.name, equation.outvars[:1]
-        if name not in (*_CASTS, *_SUMS):
+        name, atoms = equation.primitive.name, equation.invars
+        if name == "mul":  # by one, as torch adds a gradient
+            atoms = [v for v in atoms if not (isinstance(v, Literal) and v.val == 1)]
+        is_sum = name in ("add", "add_any")
+        if not (is_sum or name == "convert_element_type" or len(atoms) < len(equation.invars)):
             continue
-        atoms = [None if isinstance(v, Literal) else value(v) for v in equation.invars]
-        if all(takers[v] == 1 and v in parts for v in atoms):
-            added = [node for v in atoms for node in parts[v]]
-            parts[value(result[0])] = added
-            for node in added if name in _SUMS else ():
+        values = [None if isinstance(v, Literal) else value(v) for v in atoms]
+        if values and all(takers[v] == 1 and v in parts for v in values):
+            added = [node for v in values for node in parts[v]]
+            parts[value(equation.outvars[0])] = added
+            for node in added if is_sum else ():
                 node.added[:] = added

@@ -82,7 +82,7 @@ class Node:
     required: DimAxes | None = None
     times: int = 1
     fills: float = 0.0
-    added: list[Node] = field(default_factory=list)
+    added: list[Node] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def part(self) -> float:

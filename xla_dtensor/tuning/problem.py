@@ -110,7 +110,7 @@ class Problem:
         required = [None] * len(jaxpr.outvars)
         found = choices(
             *(jaxpr, known, required, self.sizes, arguments, ()),
-            *(memories, scattered, [*alike.values()]),
+            *(memories, scattered, [*alike.values()], self.devices.flat[0].platform != "cpu"),
         )
         for _ in memories:
             with jax.enable_x64(True):
