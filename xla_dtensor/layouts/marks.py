@@ -1,4 +1,7 @@
-"""Marks: facts about a group's dim that also hold for every dim sharded together with it."""
+"""Marks: facts about a group's dim that also hold for every dim sharded together with it.
+
+And nodes whose results are only added to each other.
+"""
 
 from __future__ import annotations
 

@@ -163,9 +163,10 @@ def _tokens(args: tuple[Any, ...]) -> int | None:
 
 def _several(tensor: Any) -> int:
     """How many tensors it is: a per-device one is another on each device."""
-    form = getattr(tensor, "_form", None)
-    sizes = {} if form is None or form.frame is None else form.frame.sizes
-    return math.prod(sizes[axis] for axis in form.varying) if sizes else 1
+    form: Any = getattr(tensor, "_form", None)
+    if form is None or form.frame is None:
+        return 1
+    return math.prod(form.frame.sizes[axis] for axis in form.varying)
 
 
 def _report(
