@@ -2,10 +2,13 @@
 
     python benchmarks/tune_by_hand.py                       # estimates of all cases
     python benchmarks/tune_by_hand.py v5e-8b --top 2        # compiled, too
+    python benchmarks/tune_by_hand.py --top 2 --kept FOLDER # goes on where it was stopped
 
-Nothing is run. A case is a model, a batch, devices, and a plan: a mesh, and which dim of each
-weight each of its dims shards. The plan is judged as what `xd.tune` finds is, with the mesh and
-all parameters given: what is computed lies as is cheapest, so it is at most what its authors pay.
+Nothing is run. In the folder each side of a case leaves what `xd.tune` has found (and what the
+compiler has said is kept by the package itself). A case is a model, a batch, devices, and a plan: a
+mesh, and which dim of each weight each of its dims shards. The plan is judged as what `xd.tune`
+finds is, with the mesh and all parameters given: what is computed lies as is cheapest, so it is at
+most what its authors pay.
 Model, step and precision are `tune_known.py`'s; each layer is computed again.
 
 torchtitan's configs are `llama3_8b` (FSDP; one sequence of 8192 a GPU) and `llama3_70b` (tensor
@@ -19,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tune_known import Case, looked_for
 
@@ -83,17 +88,20 @@ def main() -> None:
     parser.add_argument("--side", choices=("hand", "found"), action="append")
     parser.add_argument("--mesh", help="of the found side: dp=64,tp=1 (else all are looked at)")
     parser.add_argument("--minutes", type=float, default=60.0, help="for each side of a case")
+    parser.add_argument("--kept", type=Path, help="a folder: what it has isn't made again")
     given = parser.parse_args()
     lines = []
     for name in given.cases or CASES:
         case, plan = CASES[name]
         for side in given.side or ("hand", "found"):
-            start = time.process_time()
-            if side == "hand":
-                found = looked_for(case, min(given.top, 1), given.minutes, plan)
-            else:
-                found = looked_for(free(case, given.mesh), given.top, given.minutes)
-            took = time.process_time() - start
+
+            def look(side: str = side, case: Case = case, plan: Plan = plan) -> Tuned:
+                if side == "hand":
+                    return looked_for(case, min(given.top, 1), given.minutes, plan)
+                return looked_for(free(case, given.mesh), given.top, given.minutes)
+
+            what = f"{name}-{side}-{given.top}-{given.mesh or 'all'}"
+            found, took = once(given.kept and given.kept / f"{what}.json", look)
             print(found, flush=True)
             kind = case.known if side == "hand" else "found"
             own = f"{name}: {case.model}, {case.topology}, {case.rows} rows"
@@ -105,6 +113,20 @@ def main() -> None:
     )
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     print("\n".join(lines))
+
+
+def once(path: Path | None, look: Callable[[], Tuned]) -> tuple[Tuned, float]:
+    """What is in the file, or what is found, and the CPU seconds that it took."""
+    if path is not None and path.exists():
+        kept = json.loads(path.read_text())
+        return Tuned.from_json(kept["found"]), kept["took"]
+    start = time.process_time()
+    found = look()
+    took = time.process_time() - start
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"found": found.as_json(), "took": took}))
+    return found, took
 
 
 def free(case: Case, mesh: str | None) -> Case:

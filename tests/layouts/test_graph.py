@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from xla_dtensor.layouts.choose import choose
@@ -17,6 +20,44 @@ def graph(function, *args) -> tuple[Graph, list]:  # type: ignore[no-untyped-def
     """The graph of a function, and its results."""
     jaxpr = jax.make_jaxpr(lambda: function(*args))().jaxpr
     return Graph(jaxpr, {}, [None] * len(jaxpr.outvars), SIZES), jaxpr.outvars
+
+
+W = jnp.zeros((16, 16))
+
+
+def loop(round_: Any, x: Any, w: Any) -> Any:
+    return lax.scan(round_, x, w[None])
+
+
+ADDED: dict[str, tuple[Any, list[int]]] = {
+    "two": (lambda x, v, w: x @ v + x @ w, [2, 2]),
+    "three": (lambda x, v, w: x @ v + (x @ w + w @ v), [3, 3, 3]),
+    "casts": (lambda x, v, w: (x @ v).astype("bfloat16") + (x @ w).astype("bfloat16"), [2, 2]),
+    "times one": (lambda x, v, w: x @ v + lax.mul(x @ w, jnp.float32(1.0)), [2, 2]),
+    "times two": (lambda x, v, w: x @ v + lax.mul(x @ w, jnp.float32(2.0)), [0, 0]),
+    "with something else": (lambda x, v, w: x @ v + jnp.sin(x), [0]),
+    "one is wanted itself": (lambda x, v, w: ((y := x @ v) + x @ w, y.sum()), [0, 0]),
+    "with itself": (lambda x, v, w: (y := x @ v) + y, [0]),
+    "part of it is wanted": (lambda x, v, w: ((y := x @ v + x @ w) + x @ x, y), [2, 2, 0]),
+    "a function of one": (lambda x, v, w: jnp.sin(x @ v) + x @ w, [0, 0]),
+    "in a loop": (lambda x, v, w: loop(lambda y, u: (y @ v + y @ u, None), x, w), [2, 2]),
+    "one given by a loop": (
+        lambda x, v, w: loop(lambda y, u: (y @ v + (z := y @ u), z), x, w),
+        [0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "counts"), ADDED.values(), ids=ADDED)
+def test_products_that_are_only_added(function: Any, counts: list[int]) -> None:
+    """XLA adds what devices have of each, and sums once."""
+    jaxpr = jax.make_jaxpr(lambda: function(W, W + 1, W + 2))().jaxpr
+    results = [None] * len(jaxpr.outvars)
+    found = Graph(jaxpr, {}, results, SIZES, adds=True)
+    products = [node for node in found.nodes if node.work]
+    assert [len(node.added) for node in products] == counts
+    assert all(any(node is each for each in node.added) for node in products if node.added)
+    assert not any(node.added for node in Graph(jaxpr, {}, results, SIZES).nodes)
 
 
 def test_two_calls_of_one_function_have_values_of_their_own() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
 import xla_dtensor as xd
 from xla_dtensor.errors import DataDependentError, TopologyError
@@ -111,6 +112,39 @@ def test_cpu_tensors_stay_what_they_are() -> None:
     with torch.device("meta"):
         assert torch.zeros(3).device.type == "meta"
     assert torch.zeros(3).device.type == torch.empty(2, 2).device.type == "xla"
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (2.0, 3.0)], ids=["likely", "unlikely"])
+def test_truncated_draws_ask_for_no_value(bounds: tuple[float, float]) -> None:
+    """torch draws until all values are between the bounds; where there are none it needn't."""
+    low, high = bounds
+    replicated = [xd.Replicate()] * 2
+
+    def drawn(device: str) -> torch.Tensor:
+        return nn.init.trunc_normal_(torch.empty(64, 64, device=device), a=low, b=high)
+
+    with xd.abstract("cpu:8"):
+        weight = nn.Parameter(xd.distribute_tensor(torch.empty(8, 8), make_mesh(), replicated))
+        with xd.abstract("cpu:8"):
+            assert nn.init.trunc_normal_(weight, a=low, b=high) is weight
+        assert nn.init.trunc_normal_(weight, a=low, b=high) is weight
+        assert isinstance(weight.jax_array, AbstractArray)
+        on_cpu = drawn("cpu")
+    assert low <= on_cpu.min() and on_cpu.max() <= high
+    on_xla = drawn("xla").cpu()
+    assert low <= on_xla.min() and on_xla.max() <= high and on_xla.std() > 0
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_of_the_cpus_data_goes_on(shuffle: bool) -> None:
+    """It draws a seed, which it reads."""
+    rows = torch.arange(32).reshape(16, 2)
+    batches = [*DataLoader(TensorDataset(rows), batch_size=4, shuffle=shuffle)]
+    assert len(batches) == 4
+    assert sorted(torch.cat([x for (x,) in batches]).flatten().tolist()) == [*range(32)]
+    assert torch.empty((), dtype=torch.float32).device.type == "xla"
+    assert torch.empty((2,), dtype=torch.int64).device.type == "xla"
 
 
 READS: dict[str, Callable[[Any], Any]] = {

@@ -107,6 +107,11 @@ def test_what_makes_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
     assert digest() == found[0]
 
+    def by_another_function() -> str:
+        return digest()
+
+    assert by_another_function() == found[0]
+
 
 @needs_gpu_compiler
 def test_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

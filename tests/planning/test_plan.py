@@ -38,6 +38,18 @@ def report() -> Report:
         return xd.plan(step_of(model), x)
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.int64, 2 * 4 * 3), (torch.float32, 2 * 4)])
+def test_each_devices_tokens_count(dtype: torch.dtype, count: int) -> None:
+    """The batch of a rank, as ranks load it, is one of several."""
+    with xd.abstract("cpu:8"):
+        mesh = make_mesh()
+        batch = [torch.zeros(4, 3, dtype=dtype, device="cpu") for _ in range(2)]
+        report = xd.plan(lambda x: x * 2, xd.from_device_values(batch, mesh["dp"]))
+        assert report.tokens == count
+        on_one = xd.distribute_tensor(torch.zeros(8, 3, dtype=dtype), mesh, [xd.Shard(0)] * 2)
+        assert xd.plan(lambda x: x * 2, on_one).tokens == count
+
+
 def test_memory_is_that_of_the_inputs(report: Report) -> None:
     """Per device: a quarter of the first layer, the whole of the second, each three times."""
     parameters = (16 * 32 + 32) // 4 + 32 * 6 + 6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_dtensor.tuning import Tuned
+from xla_dtensor.tuning import Trial, Tuned
 from xla_dtensor.tuning.command import main
 
 SCRIPT = """
@@ -111,3 +111,21 @@ def test_sizes_among_the_scripts_arguments(
     assert "best: --dp=4 2 '{}'" in capsys.readouterr().out
     command[-1] = "ep=2"
     assert main([*command, "--", "--dp={dp}", "{tp}"]) == 2
+
+
+def test_steps_of_unequal_batches_are_compared_by_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a script says how many rows each device has, as torchtitan's ``local_batch_size``."""
+    rows = "x = xd.distribute_tensor(torch.randn({} * mesh.size(0), 64)"
+    path = tmp_path / "train.py"
+    path.write_text(
+        SCRIPT.replace("x = xd.distribute_tensor(torch.randn(256, 64)", rows.format(4096))
+    )
+    saved = tmp_path / "found.json"
+    assert main([str(path), "--topology", "cpu:8", "--save", str(saved)]) == 0
+    assert "different numbers of tokens" in capsys.readouterr().out
+    trials = Tuned.from_json(saved.read_text()).trials
+    tokens = [t.report.tokens for t in trials if t.report is not None]
+    assert tokens == [4096 * dp for dp in (8, 4, 2, 1)]
+    assert sorted(trials, key=Trial.rank) == [*reversed(trials)]  # by the step

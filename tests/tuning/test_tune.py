@@ -294,6 +294,48 @@ def test_the_compiler_of_absent_gpus_is_asked() -> None:
     assert not any(trial.error for trial in found.trials)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Linear(128, 512, bias=False) for _ in range(2))
+        self.down = nn.Linear(512, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("topology", "each"),
+    [("cpu:8", 2), pytest.param("h100:1x8", 1, marks=needs_gpu_compiler)],
+)
+def test_sums_are_as_many_as_xla_makes(topology: str, each: int, again: bool) -> None:
+    """A layer's gradient is one of two products; what is computed again and not needed isn't."""
+
+    def build(parallelize: Any) -> Any:
+        model = parallelize(nn.ModuleList([Gated() for _ in range(3)]))
+        layers = xd.scan_layers(model, recompute=again)
+
+        def step(x: torch.Tensor) -> None:
+            layers(x).square().mean().backward()
+
+        return step
+
+    columns, rows = {"tp": 0}, {"tp": 1}
+    found = xd.tune(
+        *(build, (torch.zeros(64, 128, requires_grad=True),)),
+        topology=topology,
+        mesh={"tp": 8},
+        pinned={"*.up.*": columns, "*.gate.*": columns, "*.down.*": rows},
+        recompute=("nothing",),
+    )
+    (trial,) = found.trials
+    assert trial.report is not None
+    moved = 3 * (1 + each) * 64 * 128 * 4
+    assert trial.estimate.moved == pytest.approx(moved, rel=0.01)
+    assert trial.report.collective_bytes == pytest.approx(moved, rel=0.01)
+
+
 def test_microbatches_that_nobody_makes() -> None:
     with pytest.raises(ValueError, match=r"of a build\(parallelize, microbatches\)"):
         xd.tune(build(), batch(64), topology="cpu:8", microbatches=(1, 2))

@@ -265,7 +265,8 @@ class Choice:
                     assert made is not None
                     names = tuple(axis for each in along for axis in each)
                     move = Move(*made, names, tuple(value.aval.shape), number, node.times)
-                    yield (number, i, unit), move
+                    first = node.added[0] if pair[0] == SUM and node.added else None
+                    yield ((number, i, unit) if first is None else (id(first), pair, unit)), move
         group = self.graph.group(node.results[0]) if factor.exchanges else None
         if group is not None:
             nbytes = local_bytes(group, self.others(group, unit), self.sizes)

@@ -93,6 +93,7 @@ def choices(
     scattered: float = 1.0,
     sought: Sequence[Sequence[Any]] | None = None,
     slow: frozenset[str] = frozenset(),
+    adds: bool = False,
 ) -> Iterator[Choice]:
     """The layouts of a jaxpr, for each of several sizes of memory, when they are asked for.
 
@@ -111,8 +112,9 @@ def choices(
         sought: constants of which it is asked how they should lie (`xla_dtensor.tune`), in rows of
             those that are to lie alike; every axis is to be used then.
         slow: axes that leave a slice or a host.
+        adds: whether XLA adds products before it sums what devices have of each (`mark_added`).
     """
-    graph = Graph(jaxpr, known, required, sizes, elsewhere, sought)
+    graph = Graph(jaxpr, known, required, sizes, elsewhere, sought, adds)
     batches = {
         axis
         for layout in graph.layouts_of([v for v in arguments if known.get(v) is not None])

@@ -147,6 +147,7 @@ def _of_node(node: Node) -> Hashable:
         node.times,
         node.work,
         node.fills,
+        len(node.added),
         tuple(map(_of_factor, node.factors)),
         tuple(0 if v is None else nbytes_of(v.aval) for v in node.results),
     )

@@ -19,7 +19,7 @@ from xla_dtensor.base import jax_private
 from xla_dtensor.layouts.calls import CALLS, called, inlined
 from xla_dtensor.layouts.factors import Factor, factors, is_elementwise, of_broadcast
 from xla_dtensor.layouts.folding import fold
-from xla_dtensor.layouts.marks import mark_joint, pass_on
+from xla_dtensor.layouts.marks import mark_added, mark_joint, pass_on
 from xla_dtensor.layouts.parts import Body, DimAxes, Group, Node, dim_axes, nbytes_of, of_spec
 from xla_dtensor.layouts.slices import cut_off_padding, is_cut_into
 from xla_dtensor.layouts.work import work
@@ -37,6 +37,7 @@ class Graph:
         sought: constants of which it is asked how they should lie, in rows of those that are to lie
             alike. Then the program's sharding constraints don't bind: they are those of how it lay
             when it was traced.
+        adds: whether XLA adds products before it sums what devices have of each.
 
     Attributes:
         nodes: in order.
@@ -53,6 +54,7 @@ class Graph:
         sizes: Mapping[str, int],
         elsewhere: Sequence[Any] = (),
         sought: Sequence[Sequence[Any]] | None = None,
+        adds: bool = False,
     ) -> None:
         self._sizes, self._binds = sizes, sought is None
         self._times = 1
@@ -63,6 +65,8 @@ class Graph:
         self._same: dict[Any, Any] = {}
         self._by_rule: dict[Any, DimAxes] = {}  # a variable's layout by the last pin on it
         self._outermost: Any = None  # the outermost call around the present equations
+        self._equations: list[Any] = []
+        self._given: list[Any] = [*jaxpr.outvars]  # by loops' bodies, too
         for constant in jaxpr.constvars:
             self._group(constant, known.get(constant))
         for first, *others in sought or ():
@@ -80,6 +84,8 @@ class Graph:
             group.orders |= {d: axes for d, axes in several if len(axes) > 1}
         pass_on(self.nodes, self.group)
         self._keep_to_rules()
+        if adds:
+            mark_added(self.nodes, self._equations, self._given, self.value)
         self.folds = fold(self.nodes, [*self.groups()], self.group)
 
     def value(self, variable: Any) -> Any:
@@ -171,6 +177,7 @@ class Graph:
                 continue
             for result in equation.outvars:
                 self._group(result)
+            self._equations.append(equation)
             if name == "scan":
                 self._scan(equation)
             else:
@@ -247,6 +254,7 @@ class Graph:
         for variable, operand in zip(inputs[start.stop :], operands[start.stop :], strict=True):
             self._slices(equation, operand, variable, (1, 0))
         equations, made = self._inside(inner, own)
+        self._given += made
         values = [*map(self._operand, made)]
         for variable, value, result in zip(inputs[start], values, equation.outvars, strict=False):
             self._join(equation, value, variable)

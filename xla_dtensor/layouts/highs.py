@@ -96,6 +96,24 @@ class IntegerProgram:
         for j, column in enumerate(columns):
             self.require([pair[j] for pair in pairs], column, 0, 0)
 
+    def pairs(
+        self, states: int, group: Sequence[int], by_state: Sequence[list[int]]
+    ) -> list[list[list[int]]]:
+        """For each state of a group and of a node that has it, the variables that say both are so.
+
+        Args:
+            states: how many the group has.
+            group: its variables, one for each state; none where it has one state.
+            by_state: the node's variables, for each state.
+        """
+        if states == 1:  # where a side has one state the other side's variable is the pair's
+            return [[[*variables] for variables in by_state]]
+        if len(by_state) == 1:
+            return [[[variable]] for variable in group]
+        made = [[self.variable() for _ in by_state] for _ in range(states)]
+        self.transport(made, [[variable] for variable in group], by_state)
+        return [[[variable] for variable in row] for row in made]
+
     def _row(self, least: float, most: float) -> None:
         self.starts.append(len(self.columns))
         self.least.append(least)

@@ -63,6 +63,7 @@ class _End:
         times: how often it moves, if it does.
         value: the number of an operand's kind; None of a result.
         others: how a result moves along other axes.
+        part: of a sum of its parts, `Node.part`.
     """
 
     group: Group
@@ -71,6 +72,7 @@ class _End:
     times: int
     value: int | None = None
     others: Sequence[Other] = ()
+    part: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +238,7 @@ class AxisChoice:
                 summed = [other.factor.operands for other in others if other.before == SUM]
                 given = [(option.results.get(i), option.operands) for option in options]
                 states = [_SUM_TOO if s == SUM and of in summed else s for s, of in given]
-                ends.append(_End(group, states, nbytes, count, others=others))
+                ends.append(_End(group, states, nbytes, count, None, others, node.part))
         for end in ends:
             self._add(end.group)
         return _Ways(options, [count * cost for cost in costs], ends)
@@ -278,7 +280,7 @@ class AxisChoice:
         too = before == _SUM_TOO
         before = SUM if too else before
         along, total = [(self._axis.size, self._axis.is_slow)], 0.0
-        scattered, summed = self._axis.scattered, is_all_reduce(before, after)
+        summed = is_all_reduce(before, after)
         for beside in end.others:
             own_toll = beside.size, beside.is_slow
             if too and summed and is_all_reduce(beside.before, beside.after):
@@ -286,11 +288,14 @@ class AxisChoice:
                 continue
             state = before if beside.is_first else after
             nbytes = beside.nbytes / (1 if state is None or state == SUM else self._axis.size)
-            move = collective(beside.before, beside.after, nbytes, beside.size)
-            total += paid(move, scattered, toll([own_toll]))
-        own_move = collective(before, after, end.nbytes, self._axis.size)
-        total += paid(own_move, scattered, toll(along))
+            move = beside.before, beside.after, nbytes, beside.size
+            total += self._paid(end, *move, along=[own_toll])
+        total += self._paid(end, before, after, end.nbytes, self._axis.size, along=along)
         return total * end.times
+
+    def _paid(self, end: _End, before: State, *moved: Any, along: Any) -> float:
+        part = end.part if before == SUM else 1.0
+        return part * paid(collective(before, *moved), self._axis.scattered, toll(along))
 
     # --- what is left of it -------------------------------------------------------------------
 
@@ -334,7 +339,7 @@ class AxisChoice:
             for state, variable in zip(end.states, chosen, strict=True):
                 by_state.setdefault(state, []).append(variable)
             own = self._states[end.group]
-            pairs = _pairs(program, len(own), variables.get(end.group, []), [*by_state.values()])
+            pairs = program.pairs(len(own), variables.get(end.group, []), [*by_state.values()])
             for j, other in enumerate(by_state):
                 by_cost: dict[float, list[int]] = {}
                 for have, row in zip(own, pairs, strict=True):
@@ -370,22 +375,3 @@ class AxisChoice:
             else:
                 fixed += shares[0]
         program.at_most(weights, max(allowed / total - fixed, 0.0))
-
-
-def _pairs(
-    program: IntegerProgram, states: int, group: Sequence[int], by_state: list[list[int]]
-) -> list[list[list[int]]]:
-    """For each state of a group and of a node that has it, the variables that say both are so.
-
-    Args:
-        states: how many the group has.
-        group: its variables, one for each state; none where it has one state.
-        by_state: the node's variables, for each state.
-    """
-    if states == 1:  # where a side has one state the other side's variable is the pair's
-        return [[[*variables] for variables in by_state]]
-    if len(by_state) == 1:
-        return [[[variable]] for variable in group]
-    made = [[program.variable() for _ in by_state] for _ in range(states)]
-    program.transport(made, [[variable] for variable in group], by_state)
-    return [[[variable] for variable in row] for row in made]

@@ -1,9 +1,15 @@
-"""Marks: facts about a group's dim that also hold for every dim sharded together with it."""
+"""Marks: facts about a group's dim that also hold for every dim sharded together with it.
+
+And nodes whose results are only added to each other.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from jax.extend.core import Literal
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.parts import Group, Node
@@ -80,3 +86,37 @@ def _places(node: Node, factor: Factor, group_of: GroupOf) -> Iterator[tuple[Gro
             group = group_of(values[i]) if d != SUM and values[i] is not None else None
             if group is not None:
                 yield group, d
+
+
+def mark_added(
+    nodes: Sequence[Node],
+    equations: Sequence[Any],
+    given: Sequence[Any],
+    value: Callable[[Any], Any],
+) -> None:
+    """Products of which nobody wants but their sum: what devices have of each is added first, and
+    summed along an axis once, by XLA's compilers of TPUs and GPUs; the CPU's sums each.
+
+    Args:
+        nodes: that are marked.
+        equations: in order, those of loops' bodies among them.
+        given: what a program, or a loop's body, gives besides.
+        value: says of a variable whose value it has.
+    """
+    taken = [atom for equation in equations for atom in equation.invars]
+    takers = Counter(value(v) for v in (*taken, *given) if not isinstance(v, Literal))
+    products = (node for node in nodes if node.work and len(node.results) == 1)
+    parts = {value(v): [node] for node in products for v in node.results if v is not None}
+    for equation in equations:
+        name, atoms = equation.primitive.name, equation.invars
+        if name == "mul":  # by one, as torch adds a gradient
+            atoms = [v for v in atoms if not (isinstance(v, Literal) and v.val == 1)]
+        is_sum = name in ("add", "add_any")
+        if not (is_sum or name == "convert_element_type" or len(atoms) < len(equation.invars)):
+            continue
+        values = [None if isinstance(v, Literal) else value(v) for v in atoms]
+        if values and all(takers[v] == 1 and v in parts for v in values):
+            added = [node for v in values for node in parts[v]]
+            parts[value(equation.outvars[0])] = added
+            for node in added if is_sum else ():
+                node.added[:] = added

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -71,6 +71,7 @@ class Node:
         times: how often it runs in the program.
         fills: the part of its first result that it writes, however little it is given: all of a
             table's gradient, a layer's part of what a loop stacks; 0 of other operations.
+        added: the nodes whose results nobody wants but their sum, itself among them (`mark_added`).
     """
 
     equation: Any
@@ -81,6 +82,12 @@ class Node:
     required: DimAxes | None = None
     times: int = 1
     fills: float = 0.0
+    added: list[Node] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def part(self) -> float:
+        """What it pays of a sum along an axis, of which `added` pay equal parts."""
+        return 1.0 / max(len(self.added), 1)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_dtensor import runtime
-from xla_dtensor.base import executor
+from xla_dtensor.base import executor, torch_private
 from xla_dtensor.base.torch_private import device_mode
 from xla_dtensor.execution import lazy
 from xla_dtensor.runtime import topologies
@@ -24,8 +25,9 @@ class abstract:
 
     Tensors that torch makes without a ``device=`` (parameters, ``torch.randn``) are made on
     ``"xla"`` there; those with ``device="cpu"``, with a generator, or from values
-    (``torch.tensor``, ``torch.arange``) are the CPU's, as ever. Meshes and tensors of the block are
-    of no use outside of it.
+    (``torch.tensor``, ``torch.arange``) are the CPU's, as ever, and so is the one integer
+    (``torch.empty((), dtype=torch.int64)``) with which torch's loaders draw their seeds. Meshes and
+    tensors of the block are of no use outside of it.
 
     Args:
         topology: a kind and a shape in chips: ``"v5e:16x16"``, ``"v5p:4x4x4"``, ``"v6e:8x8"``,
@@ -64,11 +66,14 @@ class abstract:
         flags = os.environ.pop("XLA_FLAGS", None) if elsewhere else None
         mode = _OnDevices()
         mode.__enter__()
-        self._before.append((before, mode, flags))
+        draw = torch_private.draw_truncated
+        torch_private.replace("draw_truncated", _without_data(draw))
+        self._before.append((before, mode, flags, draw))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        before, mode, flags = self._before.pop()
+        before, mode, flags, draw = self._before.pop()
+        torch_private.replace("draw_truncated", draw)
         leave(before)
         mode.__exit__(*exc_info)
         if flags is not None:
@@ -94,6 +99,27 @@ class _OnDevices(TorchFunctionMode):
             and kwargs.get("out") is None
             and device_mode.CURRENT_DEVICE is None  # `with torch.device(...)`
             and executor.trace() is None  # a step does what it would do outside
+            and not _is_for_python(func, args, kwargs)
         ):
             kwargs = {**kwargs, "device": "xla"}
         return func(*args, **kwargs)
+
+
+def _is_for_python(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it is the one integer with which torch's loaders and samplers draw their seeds."""
+    return func is torch.empty and args == ((),) and kwargs.get("dtype") is torch.int64
+
+
+def _without_data(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``draw``, but for tensors of the block: it draws again what is out of bounds, so it asks
+    whether anything is, and here there are no values."""
+
+    def draw_truncated(
+        tensor: torch.Tensor, mean: float, std: float, *bounds: float, generator: Any = None
+    ) -> torch.Tensor:
+        if tensor.device.type != "xla" or executor.trace() is not None:
+            return draw(tensor, mean, std, *bounds, generator=generator)
+        with torch.no_grad():
+            return tensor.normal_(mean, std, generator=generator)
+
+    return draw_truncated

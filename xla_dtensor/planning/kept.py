@@ -27,8 +27,9 @@ from xla_dtensor.runtime.topologies import Topology
 MAX_BYTES = 2**29
 """What was not used for longest goes."""
 _ENDING = ".plan.gz"
-_NAME = re.compile(r'^#\w+ = loc\("([^"]*)"\(', re.MULTILINE)
-"""Of an operation, by the modules that it is in; a file's has no parenthesis behind it."""
+_NAME = re.compile(r'^#\w+ = loc\("([^"]*[(/:][^"]*)"\(', re.MULTILINE)
+"""Of an operation, by the modules that it is in: ``jit(step)/nn:layers.0/sin``. A file's has no
+parenthesis behind it, and that of a Python function that called has none of these in it."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 

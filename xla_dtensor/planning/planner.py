@@ -179,11 +179,19 @@ def _name(step: Any) -> str:
 
 def _tokens(args: tuple[Any, ...]) -> int | None:
     """What the step computes in one go: of tokens their number, of other batches their length."""
-    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-    whole = [t.numel() for t in tensors if not t.dtype.is_floating_point and t.ndim]
+    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
+    whole = [t.numel() * _several(t) for t in tensors if not t.dtype.is_floating_point]
     if whole:
         return max(whole)
-    return next((int(t.shape[0]) for t in tensors if t.ndim), None)
+    return next((int(t.shape[0]) * _several(t) for t in tensors), None)
+
+
+def _several(tensor: Any) -> int:
+    """How many tensors it is: a per-device one is another on each device."""
+    form: Any = getattr(tensor, "_form", None)
+    if form is None or form.frame is None:
+        return 1
+    return math.prod(form.frame.sizes[axis] for axis in form.varying)
 
 
 def _compiled_report(

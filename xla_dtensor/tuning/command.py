@@ -132,7 +132,26 @@ def tuned(
             break
         own = Configuration(sizes, (None,) * len(sizes))
         trials.append(_trial(script, arguments, topology, own, step))
-    return Tuned(topology, tuple(sorted(trials, key=Trial.rank)), tuple(notes))
+    ranked, said = _ranked(trials)
+    return Tuned(topology, tuple(ranked), (*notes, *said))
+
+
+def _ranked(trials: Sequence[Trial]) -> tuple[list[Trial], list[str]]:
+    """The best first, and what to say of their order: a script whose batch is that of each device
+    computes more where more devices share it out, so such steps are compared by the token."""
+    counts = {i: t.report.tokens for i, t in enumerate(trials) if t.report is not None}
+    if len({*counts.values()}) < 2 or not all(counts.values()):
+        return sorted(trials, key=Trial.rank), []
+
+    def rank(i: int) -> tuple[Any, ...]:
+        first, *costs = trials[i].rank()
+        is_compared = i in counts and trials[i].fits
+        return (first, *(cost / counts[i] if is_compared else cost for cost in costs))
+
+    order = sorted(range(len(trials)), key=rank)
+    each = [f"{trials[i].configuration.describe()}: {counts[i]}" for i in order if i in counts]
+    note = f"steps compute different numbers of tokens ({'; '.join(each)}): by the time of a token"
+    return [trials[i] for i in order], [note]
 
 
 def names_in(arguments: Sequence[str]) -> tuple[str, ...]:

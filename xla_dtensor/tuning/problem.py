@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.interpreters import partial_eval
 from torch import nn
 
 from xla_dtensor.compilation import CompiledStep
@@ -54,7 +55,8 @@ class Problem:
         traced, frame = program.traced, program.frame
         self.sizes, self.devices = dict(frame.sizes), frame.jax_mesh.devices
         with jax.enable_x64(True):
-            jaxpr = casts_outside(traced.jaxpr)
+            needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+            jaxpr = casts_outside(needed)
             self._jaxprs = kept_apart(jaxpr, [*self.sizes.values()])
         self._sources = traced.inputs.sources
 
@@ -108,7 +110,7 @@ class Problem:
         required = [None] * len(jaxpr.outvars)
         found = choices(
             *(jaxpr, known, required, self.sizes, arguments, ()),
-            *(memories, scattered, [*alike.values()]),
+            *(memories, scattered, [*alike.values()], self.devices.flat[0].platform != "cpu"),
         )
         for _ in memories:
             with jax.enable_x64(True):

@@ -161,6 +161,8 @@ NAMES = {
     "kl_registry": "torch.distributions.kl:_KL_REGISTRY",
     "transform_registry": "torch.distributions:transform_to._registry",
     "bijection_registry": "torch.distributions:biject_to._registry",
+    # What `torch.nn.init.trunc_normal_` draws with, until all values are between the bounds.
+    "draw_truncated": "torch.nn.init:_no_grad_trunc_normal_",
     # Devices for which AveragedModel averages lists of tensors; replaced by one without "xla".
     "foreach_devices_of_averages": "torch.optim.swa_utils:_get_foreach_kernels_supported_devices",
     # Classes whose tensors optimizers, and clipping, put into lists; ours are added.

@@ -7,6 +7,7 @@ what runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -227,6 +228,7 @@ def _compile(original: Any, args: Any, kwargs: Any) -> Any:
 def _hook_utils(module: Any) -> None:
     take_over(module.set_pg_timeouts, _set_timeouts)
     take_over(module.init_distributed, _count_devices)
+    take_over(module.set_determinism, _seeded)
     if hasattr(module, "get_spmd_context"):  # not in 0.2.2
         take_over(module.get_spmd_context, _enter_once)
 
@@ -257,6 +259,18 @@ def _count_devices(original: Any, args: Any, kwargs: Any) -> Any:
         return world_size
     runtime.start()
     return runtime.device_count()
+
+
+def _seeded(original: Any, args: Any, kwargs: Any) -> Any:
+    """Where no seed is given the ranks agree on one, and read it from the devices. In `xd.abstract`
+    nothing comes of a seed."""
+    from xla_dtensor.runtime import abstract
+
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments.get("debug_config")
+    if abstract.current() is not None and given is not None and given.seed is None:
+        call.arguments["debug_config"] = dataclasses.replace(given, seed=0)
+    return original(*call.args, **call.kwargs)
 
 
 def _set_timeouts(original: Any, args: Any, kwargs: Any) -> Any:
