@@ -145,7 +145,8 @@ def test_few_ask_which_executor_it_is() -> None:
 # Where devices come from is a question of the floors that have devices, and of who plans.
 ASK_FOR_A_TOPOLOGY = {
     *("compilation.step.compiled_step", "compilation.step.replayed"),
-    *("compilation.trace.optimizers", "execution", "forms.host_values"),
+    *("compilation.trace.optimizers", "ecosystem.torchtitan.trainer", "execution"),
+    "forms.host_values",
     *("integration.optimizers.optimizer_steps", "lowering.attention.cudnn"),
 }
 

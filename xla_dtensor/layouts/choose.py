@@ -59,10 +59,14 @@ def choose_for(
     devices = frame.jax_mesh.devices
     on_gpus = devices.flat[0].platform == "gpu"
     scattered = SCATTERED_ON_GPUS if on_gpus else 1.0
-    of_axes = crossing(np.array(domains(list(devices.flat))).reshape(devices.shape))
-    slow = frozenset(name for name, leaves in zip(frame.sizes, of_axes, strict=True) if leaves)
     own = jaxpr, known, required, frame.sizes, given, elsewhere
-    return choose(*own, memory, scattered, slow=slow)
+    return choose(*own, memory, scattered, slow=slow_axes(devices, frame.sizes))
+
+
+def slow_axes(devices: Any, sizes: Mapping[str, int]) -> frozenset[str]:
+    """The axes of a mesh's devices that leave a slice or a host."""
+    leave = crossing(np.array(domains(list(devices.flat))).reshape(devices.shape))
+    return frozenset(name for name, leaves in zip(sizes, leave, strict=True) if leaves)
 
 
 def choose(

@@ -27,6 +27,9 @@ def slots_for(rows: int, devices: int, capacity: float | None) -> int:
         devices: to which.
         capacity: over the mean of ``rows / devices``; ``None`` for room for all.
 
+    Returns:
+        the number of rows.
+
     Example::
 
         import xla_dtensor as xd

@@ -131,7 +131,6 @@ def lowered_plan(
         tokens = _tokens(args)
     seen["options"] = abstract.compiler_options(seen["options"])
     # In the block, of which a compiler's thread knows nothing.
-    seen["domains"] = domains(list(_devices(frame).flat))
     seen["available"] = granted_memory(_devices(frame).flat[0])
     return functools.partial(_compiled_report, _name(step), seen, current, tokens)
 
@@ -170,6 +169,7 @@ def _of_program(program: Any, jaxpr: Any) -> dict[str, Any]:
         "frame": program.frame,
         "inputs": inputs(program),
         "flops": flops(jaxpr, platform_of(program.frame)),
+        "domains": domains(list(_devices(program.frame).flat)),
     }
 
 

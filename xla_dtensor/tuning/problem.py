@@ -21,7 +21,7 @@ from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.call.sources import ArgumentSource, StateSource
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.choose import choices
+from xla_dtensor.layouts.choose import choices, slow_axes
 from xla_dtensor.layouts.joined import kept_apart
 from xla_dtensor.layouts.memory import Alive
 from xla_dtensor.layouts.parts import DimAxes
@@ -110,7 +110,9 @@ class Problem:
         required = [None] * len(jaxpr.outvars)
         found = choices(
             *(jaxpr, known, required, self.sizes, arguments, ()),
-            *(memories, scattered, [*alike.values()], self.devices.flat[0].platform != "cpu"),
+            *(memories, scattered, [*alike.values()]),
+            slow=slow_axes(self.devices, self.sizes),
+            adds=self.devices.flat[0].platform != "cpu",
         )
         for _ in memories:
             with jax.enable_x64(True):
