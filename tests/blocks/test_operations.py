@@ -15,7 +15,15 @@ from tests.conftest import make_mesh
 from xla_dtensor.errors import UnsupportedOpError
 
 MESHES = ("1", "2", "8", "2x4", "3", "2x2x2")
-QUICK = ("product", "sums of a chain", "convolution", "attention", "loss", "transform")
+QUICK = (
+    "mixed precision",
+    "product",
+    "sums of a chain",
+    "convolution",
+    "attention",
+    "loss",
+    "transform",
+)
 Function = Callable[..., Any]
 
 
@@ -112,6 +120,10 @@ CASES: dict[str, tuple[Function, Callable[[], Sequence[Tensor]]]] = {
         lambda: (torch.randn(64, 16), torch.randn(16, 8)),
     ),
     "transform": (lambda x: torch.fft.rfft(x).abs(), lambda: (torch.randn(16, 24),)),
+    "mixed precision": (
+        lambda x, w: ((x.bfloat16() @ w.bfloat16()).float() * 0.3).softmax(-1).sum(0),
+        lambda: (torch.randn(64, 48), torch.randn(48, 24)),
+    ),
     "half": (
         lambda x, w: [(x @ w).sum(0), x.mean()],
         lambda: (torch.randn(64, 48).bfloat16(), torch.randn(48, 24).bfloat16()),
@@ -154,7 +166,11 @@ def same_bits(case: str, meshes: Sequence[str], ways: Sequence[int]) -> None:
     torch.manual_seed(0)
     given = make()
     expected = bits(xd.compile(function)(*(t.clone().to("xla") for t in given)))
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if case == "half" else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance = (
+        {"rtol": 2e-2, "atol": 2e-2}
+        if case in ("half", "mixed precision")
+        else {"rtol": 1e-4, "atol": 1e-4}
+    )
     correct = function(*(t.clone() for t in given))
     for found, right in zip(expected, bits(correct), strict=True):
         torch.testing.assert_close(found, right, **tolerance)
@@ -189,6 +205,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="across meshes"):
         xd.compile(lambda x: x, watch="replay")
 
+    with pytest.raises(UnsupportedOpError, match="float16"):
+        xd.compile(lambda x: (x.half() * 2).sum())(torch.ones(2, 4, device="xla"))
     with pytest.raises(UnsupportedOpError, match="cholesky"):
         xd.compile(torch.linalg.cholesky)(torch.eye(2, device="xla"))
 
@@ -212,3 +230,19 @@ def test_the_switch_is_that_of_compile() -> None:
             across(xd.distribute_tensor(x, make_mesh(name), [xd.Shard(0)])) for name in ("2", "8")
         ]
     assert torch.equal(*bits(found))
+
+
+def test_random_numbers() -> None:
+    """Dropout's mask is that of one device, and so are sums of what is left."""
+    x = torch.randn(64, 48)
+    step = xd.compile(lambda x: F.dropout(x.exp(), 0.5).sum(0))
+    found = []
+    for name in (None, "8", "2x4"):
+        torch.manual_seed(3)
+        if name is None:
+            found += bits(step(x.to("xla")))
+        else:
+            mesh = make_mesh(name)
+            placements = [xd.Shard(d) for d in range(mesh.ndim)]
+            found += bits(step(xd.distribute_tensor(x, mesh, placements)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -31,7 +31,9 @@ def convolution(
     The batch is cut into blocks, or the output channels, or those that are summed over, which are
     the batch where a kernel's gradient is computed.
     """
-    params = equation.params
+    params, dtype = equation.params, equation.outvars[0].aval.dtype
+    if dtype == jnp.bfloat16:
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     numbers, spatial = params["dimension_numbers"], left.ndim - 2
     # Batch, channels, places; output channels, input channels, places.
     left = jnp.transpose(left, numbers.lhs_spec)
@@ -52,11 +54,11 @@ def convolution(
         strides=params["window_strides"],
         dilation=params["rhs_dilation"],
         precision=params["precision"],
-        dtype=params["preferred_element_type"],
+        dtype=left.dtype,
     )
     (result,) = mapped(function, [left, right], best(ways), frame)
     order = sorted(range(spatial + 2), key=lambda d: numbers.out_spec[d])
-    return [jnp.transpose(result, order).astype(equation.outvars[0].aval.dtype)]
+    return [jnp.transpose(result, order)]
 
 
 def _products(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from xla_dtensor.blocks.convolutions import convolution
@@ -96,21 +97,57 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
             "each shard, or outside of XLA, depends on the mesh. Write it as plain operations, or "
             "compile this step without the switch"
         )
-    bind = functools.partial(_bind, equation)
+    bind: Any = functools.partial(_bind, equation)
     if name in _BODIES:
         return _bind(equation, *operands, **_inside(params, frame))
     if name in _EXACT or not any(map(_is_float, equation.outvars)):
         return bind(*operands)
+    narrow = [v for v in equation.outvars if v.aval.dtype.itemsize < 4 and _is_float(v)]
+    if any(v.aval.dtype != jnp.bfloat16 for v in narrow):
+        raise UnsupportedOpError(
+            f'{name} in {narrow[0].aval.dtype} in a step with xd.config.reproducible = "across '
+            'meshes": it is for float32, float64, bfloat16 and complex numbers; compute it in '
+            "bfloat16, or compile this step without the switch"
+        )
+    if name == "convert_element_type" and narrow:
+        return [_to_bfloat16(operands[0])]
     if is_elementwise(equation) and not any(map(_is_complex, equation.invars)):
         return _rounded(equation, operands)
     groups = params.get("feature_group_count"), params.get("batch_group_count")
     if name == "conv_general_dilated" and groups == (1, 1):
         left, right = map(jnp.asarray, operands)
-        return convolution(equation, left, right, frame)
+        found = convolution(equation, left, right, frame)
+        return [_to_bfloat16(found[0])] if narrow else found
+    if name in _CUTS and narrow:
+        bind = functools.partial(_in_float32, equation)
     if name == "prefix_scan":
         bind = functools.partial(_bind, equation, devices=1)  # its order depends on how many
     cut = _CUTS[name](equation) if name in _CUTS else None
     return mapped(bind, [*map(jnp.asarray, operands)], cut, frame)
+
+
+def _to_bfloat16(value: Any) -> jax.Array:
+    """XLA leaves out the rounding of what it widens again, if it sees both."""
+    value = jnp.asarray(value)
+    if _is_wider(value):
+        value = lax.reduce_precision(value, exponent_bits=8, mantissa_bits=7)
+    return value.astype(jnp.bfloat16)
+
+
+def _is_wider(value: jax.Array) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.floating)) and value.dtype.itemsize > 2
+
+
+def _in_float32(equation: Any, *operands: jax.Array) -> list[jax.Array]:
+    """A product or a sum in bfloat16, rounded once, at its end."""
+    wide = [x.astype(jnp.float32) for x in operands]
+    if equation.primitive.name == "reduce_sum":
+        found = jnp.sum(wide[0], equation.params["axes"])
+    else:
+        own = ("dimension_numbers", "precision")
+        how = {key: equation.params[key] for key in own}
+        found = lax.dot_general(*wide, **how, preferred_element_type=jnp.float32)
+    return [_to_bfloat16(found)]
 
 
 def _bind(equation: Any, *operands: Any, **changed: Any) -> Sequence[Any]:
