@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -274,3 +275,28 @@ def test_another_thread_trains_while_a_step_is_traced(
     expected = torch.nn.Parameter(torch.arange(8.0))
     train(expected, lambda step: step, lambda: None, lambda: None)
     torch.testing.assert_close(ours.full_tensor().cpu().detach(), expected.detach())
+
+
+def test_a_trace_is_no_change_of_other_steps() -> None:
+    """What a trace replaces for itself other threads don't see."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to("xla")
+    x = torch.ones(4, 8, device="xla")
+    step = xd.compile(lambda x: model(x).sum().detach())
+    expected = step(x).item()
+    found: list[float] = []
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.is_set():
+            found.append(step(x).item())
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    try:
+        for _ in range(5):
+            deep = nn.Sequential(*[nn.Linear(8, 8) for _ in range(10)]).to("xla")
+            xd.compile(lambda x, deep=deep: deep(x).sum().detach())(x)
+    finally:
+        over.set()
+        other.join()
+    assert set(found) == {expected} and step.traces == 1

@@ -161,6 +161,8 @@ NAMES = {
     "kl_registry": "torch.distributions.kl:_KL_REGISTRY",
     "transform_registry": "torch.distributions:transform_to._registry",
     "bijection_registry": "torch.distributions:biject_to._registry",
+    # What runs while a module does, whatever its class makes of ``__call__``.
+    "call_of_module": "torch.nn:Module._call_impl",
     # What `torch.nn.init.trunc_normal_` draws with, until all values are between the bounds.
     "draw_truncated": "torch.nn.init:_no_grad_trunc_normal_",
     # Devices for which AveragedModel averages lists of tensors; replaced by one without "xla".

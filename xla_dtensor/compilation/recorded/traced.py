@@ -27,7 +27,6 @@ from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.checkpoint_saving import unseen_by_checkpoint
-from xla_dtensor.compilation.trace.module_scopes import entering_modules, naming_modules
 from xla_dtensor.compilation.trace.norms import cumulative_norms
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft, end_numbers
 from xla_dtensor.compilation.trace.optimizers import OptimizerHooks
@@ -121,7 +120,6 @@ class Traced:
                 NewObjects() as new,
                 unseen_by_checkpoint(),
                 executor.running(trace),
-                naming_modules(),
                 torch.autograd.set_multithreading_enabled(False),
                 jax.enable_x64(True),
                 start.recorder.recording(watch.names.meets_installed, watch.reached.codes),
@@ -145,8 +143,7 @@ class Traced:
             surroundings.plant(place, value)
         del numbers
         computing = MathOfNumbers()
-        changed = cumulative_norms(), computing, entering_modules()
-        with self.host, self.schedulers, self.hooks, changed[0], changed[1], changed[2], start.ids:
+        with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
             out = _call(start.function, args, kwargs)
         if arguments.is_spoilt():
             raise DataDependentError(

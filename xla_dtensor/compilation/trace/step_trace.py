@@ -25,12 +25,13 @@ from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.base.torch_private.attributes import sequence_number_of
-from xla_dtensor.compilation.trace import external_storages, module_scopes
+from xla_dtensor.compilation.trace import external_storages
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.doubles import StandIns
 from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
+from xla_dtensor.compilation.trace.module_scopes import ModuleScopes
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
@@ -81,6 +82,7 @@ class StepTrace(TracingProgram):
         # parameters, and an optimizer's factors from them.
         self.scalars: dict[Any, Any] = {}
         self._wide = WideScalars()
+        self._modules = ModuleScopes()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = sequence_number()
@@ -236,7 +238,7 @@ class StepTrace(TracingProgram):
 
     def scope(self) -> Any:
         """A context that gives operations of the trace the name of their module."""
-        return module_scopes.scope(self.optimizer_depth > 0)
+        return self._modules.scope(self.optimizer_depth > 0)
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, self.random_operations())
