@@ -232,6 +232,18 @@ def test_the_switch_is_that_of_compile() -> None:
     assert torch.equal(*bits(found))
 
 
+def test_bfloat16_is_rounded_once() -> None:
+    """At the end of a sum, not with each block: 4096 ones and a half are no 4096."""
+    x = torch.full((4096, 8), 1.0 + 2**-7).bfloat16()
+    (found,) = bits(xd.compile(lambda x: x.t() @ x)(x.to("xla")))
+    expected = x.double().t() @ x.double()
+    assert torch.equal(found, expected.bfloat16())
+    ragged = torch.rand(4096, 8).bfloat16()
+    (found,) = bits(xd.compile(lambda x: x.t() @ x)(ragged.to("xla")))
+    expected = (ragged.double().t() @ ragged.double()).bfloat16()
+    assert (found.double() / expected.double() - 1).abs().max() < 2**-7
+
+
 def test_random_numbers() -> None:
     """Dropout's mask is that of one device, and so are sums of what is left."""
     x = torch.randn(64, 48)

@@ -26,14 +26,12 @@ Ints = Sequence[int]
 def convolution(
     equation: Any, left: jax.Array, right: jax.Array, frame: Frame | None
 ) -> list[jax.Array]:
-    """A ``conv_general_dilated`` without groups.
+    """A ``conv_general_dilated`` without groups, of float32 or wider.
 
     The batch is cut into blocks, or the output channels, or those that are summed over, which are
     the batch where a kernel's gradient is computed.
     """
-    params, dtype = equation.params, equation.outvars[0].aval.dtype
-    if dtype == jnp.bfloat16:
-        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    params = equation.params
     numbers, spatial = params["dimension_numbers"], left.ndim - 2
     # Batch, channels, places; output channels, input channels, places.
     left = jnp.transpose(left, numbers.lhs_spec)

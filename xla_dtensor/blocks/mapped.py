@@ -7,7 +7,6 @@ binary tree. A mesh decides which device computes which blocks, and no more.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,15 +69,13 @@ def mapped(
         cut: how they are cut; None: there is one block.
         frame: the devices; None for one.
     """
-    if cut is None:
-        cut = Cut(1, (None,) * len(operands), ())
-    axes = [] if frame is None else _axes(frame, cut.count)
+    axes = [] if frame is None or cut is None else _axes(frame, cut.count)
     sizes = {} if frame is None else {axis: frame.sizes[axis] for axis in axes}
-    local = cut.count // math.prod(sizes.values())
 
     def run(*shards: jax.Array) -> list[jax.Array]:
-        if cut.count == 1:
+        if cut is None:
             return _once(function, shards)
+        local = cut.count // math.prod(sizes.values())
         results = _on_blocks(function, shards, cut, local)
         found = []
         for result, dim in zip(results, cut.results, strict=True):
@@ -98,16 +95,15 @@ def mapped(
         along: list[Any] = [] if dim is None else [*[None] * dim, tuple(axes) or None]
         return PartitionSpec(*along)
 
-    shapes = jax.eval_shape(function, *operands) if cut.count == 1 else cut.results
-    return list(
-        jax.shard_map(
-            run,
-            mesh=frame.jax_mesh,
-            in_specs=tuple(map(spec, cut.operands)),
-            out_specs=[spec(None)] * len(shapes) if cut.count == 1 else [*map(spec, cut.results)],
-            check_vma=False,
-        )(*operands)
+    whole = PartitionSpec()
+    on_devices = jax.shard_map(
+        run,
+        mesh=frame.jax_mesh,
+        in_specs=whole if cut is None else tuple(map(spec, cut.operands)),
+        out_specs=whole if cut is None else [*map(spec, cut.results)],
+        check_vma=False,
     )
+    return list(on_devices(*operands))
 
 
 def _axes(frame: Frame, count: int) -> list[str]:
@@ -183,7 +179,3 @@ def _over_devices(value: jax.Array, axis: str, size: int) -> jax.Array:
         value = value + lax.ppermute(value, axis, pairs)
         distance *= 2
     return value
-
-
-whole = functools.partial(mapped, cut=None)
-"""A function on all of its operands, on each device."""

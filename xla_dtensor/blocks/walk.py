@@ -97,11 +97,10 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
             "each shard, or outside of XLA, depends on the mesh. Write it as plain operations, or "
             "compile this step without the switch"
         )
-    bind: Any = functools.partial(_bind, equation)
     if name in _BODIES:
         return _bind(equation, *operands, **_inside(params, frame))
     if name in _EXACT or not any(map(_is_float, equation.outvars)):
-        return bind(*operands)
+        return _bind(equation, *operands)
     narrow = [v for v in equation.outvars if v.aval.dtype.itemsize < 4 and _is_float(v)]
     if any(v.aval.dtype != jnp.bfloat16 for v in narrow):
         raise UnsupportedOpError(
@@ -113,17 +112,21 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
         return [_to_bfloat16(operands[0])]
     if is_elementwise(equation) and not any(map(_is_complex, equation.invars)):
         return _rounded(equation, operands)
+    arrays = [*map(jnp.asarray, operands)]
     groups = params.get("feature_group_count"), params.get("batch_group_count")
-    if name == "conv_general_dilated" and groups == (1, 1):
-        left, right = map(jnp.asarray, operands)
-        found = convolution(equation, left, right, frame)
-        return [_to_bfloat16(found[0])] if narrow else found
-    if name in _CUTS and narrow:
-        bind = functools.partial(_in_float32, equation)
-    if name == "prefix_scan":
-        bind = functools.partial(_bind, equation, devices=1)  # its order depends on how many
-    cut = _CUTS[name](equation) if name in _CUTS else None
-    return mapped(bind, [*map(jnp.asarray, operands)], cut, frame)
+    if name in _CUTS or groups == (1, 1):
+        # In bfloat16 it is rounded once, when all blocks have been added up.
+        dtype = jnp.float32 if narrow else equation.outvars[0].aval.dtype
+        wide = [x.astype(dtype) for x in arrays]
+        if name in _CUTS:
+            add_up = functools.partial(_added_up, equation)
+            found = mapped(add_up, wide, _CUTS[name](equation), frame)
+        else:
+            found = convolution(equation, wide[0], wide[1], frame)
+        return [*map(_to_bfloat16, found)] if narrow else found
+    # The order of running sums depends on how many devices there are.
+    own = {"devices": 1} if name == "prefix_scan" else {}
+    return mapped(functools.partial(_bind, equation, **own), arrays, None, frame)
 
 
 def _to_bfloat16(value: Any) -> jax.Array:
@@ -138,16 +141,13 @@ def _is_wider(value: jax.Array) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.floating)) and value.dtype.itemsize > 2
 
 
-def _in_float32(equation: Any, *operands: jax.Array) -> list[jax.Array]:
-    """A product or a sum in bfloat16, rounded once, at its end."""
-    wide = [x.astype(jnp.float32) for x in operands]
+def _added_up(equation: Any, *operands: jax.Array) -> list[jax.Array]:
+    """A product or a sum, in the dtype of its operands."""
+    params = equation.params
     if equation.primitive.name == "reduce_sum":
-        found = jnp.sum(wide[0], equation.params["axes"])
-    else:
-        own = ("dimension_numbers", "precision")
-        how = {key: equation.params[key] for key in own}
-        found = lax.dot_general(*wide, **how, preferred_element_type=jnp.float32)
-    return [_to_bfloat16(found)]
+        return [jnp.sum(operands[0], params["axes"])]
+    how = {key: params[key] for key in ("dimension_numbers", "precision")}
+    return [lax.dot_general(*operands, **how, preferred_element_type=operands[0].dtype)]
 
 
 def _bind(equation: Any, *operands: Any, **changed: Any) -> Sequence[Any]:
