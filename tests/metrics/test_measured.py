@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
+from tests.conftest import make_mesh
 
 Told = list[tuple[int, dict[str, float]]]
 
@@ -69,6 +70,18 @@ def test_tokens(told: Told) -> None:
                 metrics.after_step(number)
         values = told[-1][1]
         assert values["step/tokens_per_second"] * values["step/seconds"] == pytest.approx(expected)
+
+
+def test_tokens_of_each_device(told: Told) -> None:
+    """A per-device batch is another one on each device, as for a plan."""
+    mesh = make_mesh("4x2")
+    ids = xd.from_device_values([torch.full((2, 5), i) for i in range(8)], mesh)
+    step = xd.compile(lambda x, ids: (x + ids).sum())
+    with xd.metrics.to(tell_to(told), step, every=1) as metrics:
+        step(torch.ones(2, 5).to("xla"), ids)
+        metrics.after_step(1)
+    values = told[0][1]
+    assert values["step/tokens_per_second"] * values["step/seconds"] == pytest.approx(8 * 10)
 
 
 def test_what_collectives_move(mesh_2x4: DeviceMesh, told: Told) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import CompiledStep, compile
+from xla_dtensor.compilation.call.sources import ArgumentSource
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.mesh import device_order
 from xla_dtensor.mesh.domains import domains
@@ -128,7 +130,8 @@ def lowered_plan(
             "topology of that size"
         )
     if tokens is None:
-        tokens = _tokens(args)
+        leaves = pytree.tree_leaves(args)
+        tokens = _tokens(x for x in leaves if isinstance(x, torch.Tensor))
     seen["options"] = abstract.compiler_options(seen["options"])
     # In the block, of which a compiler's thread knows nothing.
     seen["available"] = granted_memory(_devices(frame).flat[0])
@@ -146,10 +149,11 @@ def report_of(step: Any, program: Any) -> Report:
     with jax.enable_x64(True):
         available = granted_memory(_devices(program.frame).flat[0])
         found = _said_of(program.executable.compiled, available, ())
+        sources = itertools.chain(*program.input_sources().values())
+        given = [source for source in sources if isinstance(source, ArgumentSource)]
+        given.sort(key=lambda source: source.argument)
+        tokens = _tokens(source.form for source in given)
         seen = _of_program(program, program.jaxpr)
-        given = [one for one in seen["inputs"] if one.kind == "argument" and one.shape]
-        whole = [one.shape for one in given if not one.dtype.startswith(("float", "bfloat"))]
-        tokens = max(map(math.prod, whole), default=given[0].shape[0] if given else None)
         return _report(_name(step), seen, None, tokens, found)
 
 
@@ -177,19 +181,23 @@ def _name(step: Any) -> str:
     return str(getattr(step, "__qualname__", None) or getattr(step, "__name__", "step"))
 
 
-def _tokens(args: tuple[Any, ...]) -> int | None:
-    """What the step computes in one go: of tokens their number, of other batches their length."""
-    tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
-    whole = [t.numel() * _several(t) for t in tensors if not t.dtype.is_floating_point]
+def _tokens(given: Iterable[Any]) -> int | None:
+    """What the step computes in one go: of tokens their number, of other batches their length.
+
+    Args:
+        given: tensors, or their forms, in the order of the arguments.
+    """
+    batches = [each for each in given if each.shape]
+    whole = [math.prod(b.shape) * _several(b) for b in batches if not b.dtype.is_floating_point]
     if whole:
         return max(whole)
-    return next((int(t.shape[0]) * _several(t) for t in tensors), None)
+    return next((int(b.shape[0]) * _several(b) for b in batches), None)
 
 
-def _several(tensor: Any) -> int:
+def _several(given: Any) -> int:
     """How many tensors it is: a per-device one is another on each device."""
-    form: Any = getattr(tensor, "_form", None)
-    if form is None or form.frame is None:
+    form: Any = getattr(given, "_form", given)
+    if getattr(form, "frame", None) is None:
         return 1
     return math.prod(form.frame.sizes[axis] for axis in form.varying)
 
