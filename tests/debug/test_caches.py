@@ -105,6 +105,7 @@ def test_no_dict_of_a_module_grows(mesh_2x4: DeviceMesh) -> None:
 
 
 def test_clearing(mesh_2x4: DeviceMesh) -> None:
+    import_everything()
     x = distribute_tensor(torch.ones(4, 2), mesh_2x4, [Shard(0), Replicate()])
     y = x[1:] * 2
     xd.debug.clear_caches("plans")

@@ -43,19 +43,24 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 
 
-class inside_function:
-    """Let the thread know, for a block, that it is in the forward or backward called ``name`` of a
-    `DFunction` (None: in none, as far as the block's code can tell)."""
+class _During:
+    """A block in which something of this thread's state has another value."""
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
 
     def __enter__(self) -> None:
-        self._outer = _state.function
-        _state.function = self._name
+        self._outer = getattr(_state, self._name)
+        setattr(_state, self._name, self._value)
 
     def __exit__(self, *exc_info: object) -> None:
-        _state.function = self._outer
+        setattr(_state, self._name, self._outer)
+
+
+def inside_function(name: str | None) -> _During:
+    """Let the thread know, for a block, that it is in the forward or backward called ``name`` of a
+    `DFunction` (None: in none, as far as the block's code can tell)."""
+    return _During("function", name)
 
 
 def function() -> str | None:
@@ -63,16 +68,10 @@ def function() -> str | None:
     return _state.function
 
 
-class in_formula:
+def in_formula() -> _During:
     """Let the thread know, for a block, that it is in the formula of one of torch's optimizers,
     which does nothing with a tensor's value in Python but compute with it."""
-
-    def __enter__(self) -> None:
-        self._outer = _state.formula
-        _state.formula = True
-
-    def __exit__(self, *exc_info: object) -> None:
-        _state.formula = self._outer
+    return _During("formula", True)
 
 
 def is_in_formula() -> bool:
@@ -80,19 +79,10 @@ def is_in_formula() -> bool:
     return _state.formula
 
 
-class in_blocks:
+def in_blocks(wanted: bool) -> _During:
     """Let the thread know, for a block, whether it traces a step that is to have the same bits on
     any mesh, so that operations have to be the same in any layout."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        self._outer = _state.in_blocks
-        _state.in_blocks = self._wanted
-
-    def __exit__(self, *exc_info: object) -> None:
-        _state.in_blocks = self._outer
+    return _During("in_blocks", wanted)
 
 
 def is_in_blocks() -> bool:
@@ -100,16 +90,11 @@ def is_in_blocks() -> bool:
     return _state.in_blocks
 
 
+def swapping_tensors() -> _During:
+    """A block in which torch swaps all that two tensors are (``torch.utils.swap_tensors``)."""
+    return _During("swapping", True)
+
+
 def swaps_tensors() -> bool:
-    """Whether torch is swapping all that two tensors are (``torch.utils.swap_tensors``)."""
+    """Whether it does."""
     return _state.swapping
-
-
-class swapping_tensors:
-    """A block in which it does."""
-
-    def __enter__(self) -> None:
-        self._before, _state.swapping = _state.swapping, True
-
-    def __exit__(self, *exc_info: Any) -> None:
-        _state.swapping = self._before
