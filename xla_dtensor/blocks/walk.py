@@ -26,18 +26,14 @@ _CUTS: dict[str, Callable[[Any], Cut | None]] = {
     "reduce_sum": total,
 }
 
-# What only moves numbers, or finds one among them: the same on any mesh. What gives no floating
-# point numbers is exact, too.
+# What only moves numbers, or takes some of them: the same on any mesh. What gives no floating point
+# numbers is exact, too.
 _MOVES = """
-    argmax argmin broadcast_in_dim concatenate copy cummax cummin dynamic_slice dynamic_update_slice
-    expand_dims gather iota optimization_barrier pad padded reduce_and reduce_max reduce_min
-    reduce_or reshape reshard rev sharding_constraint slice sort split squeeze stack strided_slice
-    top_k transpose
-"""
-# Elementwise operations that don't compute.
-_TAKES = """
-    abs clamp convert_element_type copy copy_p imag max min neg pin real reduce_precision reshard
-    scattered select_n sign stop_gradient
+    abs argmax argmin broadcast_in_dim clamp concatenate copy copy_p cummax cummin dynamic_slice
+    dynamic_update_slice expand_dims gather imag iota max min neg optimization_barrier pad padded
+    pin real reduce_and reduce_max reduce_min reduce_or reduce_precision reshape reshard rev
+    scattered select_n sharding_constraint sign slice sort split squeeze stack stop_gradient
+    strided_slice top_k transpose
 """
 # What runs the jaxprs among its parameters, as they are.
 _RUNS = "scan while cond for_each custom_vmap_call checkpoint remat"
@@ -46,7 +42,7 @@ _REFUSES = """
     shard_map psum all_gather all_to_all ppermute pure_callback io_callback cholesky eig eigh
     hessenberg householder_product lu qr schur svd triangular_solve tridiagonal tridiagonal_solve
 """
-_EXACT, _NOT_ROUNDED = frozenset(_MOVES.split()), frozenset(_TAKES.split())
+_EXACT = frozenset(_MOVES.split())
 _BODIES, _REFUSED = frozenset(_RUNS.split()), frozenset(_REFUSES.split())
 _ARITHMETIC = {"add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div"}
 
@@ -99,7 +95,9 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
         )
     if name in _BODIES:
         return _bind(equation, *operands, **_inside(params, frame))
-    if name in _EXACT or not any(map(_is_float, equation.outvars)):
+    is_complex = any(map(_is_complex, equation.invars))
+    is_exact = name in _EXACT and not (is_complex and name in ("abs", "sign"))
+    if is_exact or not any(map(_is_float, equation.outvars)):
         return _bind(equation, *operands)
     narrow = [v for v in equation.outvars if v.aval.dtype.itemsize < 4 and _is_float(v)]
     if any(v.aval.dtype != jnp.bfloat16 for v in narrow):
@@ -108,9 +106,9 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
             'meshes": it is for float32, float64, bfloat16 and complex numbers; compute it in '
             "bfloat16, or compile this step without the switch"
         )
-    if name == "convert_element_type" and narrow:
-        return [_to_bfloat16(operands[0])]
-    if is_elementwise(equation) and not any(map(_is_complex, equation.invars)):
+    if name == "convert_element_type":
+        return [_to_bfloat16(operands[0])] if narrow else _bind(equation, *operands)
+    if is_elementwise(equation) and not is_complex:
         return _rounded(equation, operands)
     arrays = [*map(jnp.asarray, operands)]
     groups = params.get("feature_group_count"), params.get("batch_group_count")
@@ -164,8 +162,6 @@ def _rounded(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """An elementwise operation, rounded for itself: XLA would rearrange it together with those that
     it is fused with, and which these are depends on the mesh."""
     name = equation.primitive.name
-    if name in _NOT_ROUNDED or any(v.aval.dtype == bool for v in equation.outvars):
-        return _bind(equation, *operands)
     if name in _ARITHMETIC:
         return [rounded(_ARITHMETIC[name], *map(jnp.asarray, operands))]
     return [jnp.where(x != x, jnp.nan, x) for x in _bind(equation, *operands)]
