@@ -6,15 +6,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
+from xla_dtensor.base.strictness import PIN
 from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.choose import choose
-from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS, SLOW, toll
+from xla_dtensor.layouts.prices import (
+    BY_BYTES,
+    BY_TIME,
+    COMPILED_FOR_GPUS,
+    KEPT_PER_BYTE,
+    SLOW,
+    toll,
+)
 from xla_dtensor.planning.collectives import collective_traffic
+from xla_dtensor.plans.pin import pin
 
 SIZES = {"dp": 2, "tp": 4}
 ROWS, IN, OUT = 512, 32, 64
@@ -32,6 +43,8 @@ def choice(
     known = {variable: given[i][1] for i, variable in variables.items()}
     of = [variables[i] for i in arguments]
     sizes = options.pop("sizes", SIZES)
+    if "sought" in options:
+        options["sought"] = [[variables[i]] for i in options["sought"]]
     return choose(closed.jaxpr, known, [required], sizes, of, **options)
 
 
@@ -89,11 +102,38 @@ def test_what_was_cast_moves_in_its_own_dtype() -> None:
         return (x.astype(jnp.bfloat16).T @ y).astype(jnp.float32)
 
     batch, weight = ((ROWS, IN), (("dp",), ())), ((IN, IN), (("dp",), ()))
-    for scattered, kinds in ((1.0, {"all-reduce", "reduce-scatter"}), (0.99, {"reduce-scatter"})):
-        found = choice(gradient, [batch, weight], (("dp",), ()), (0,), scattered=scattered)
+    for prices, kinds in (
+        (BY_BYTES, {"all-reduce", "reduce-scatter"}),
+        (COMPILED_FOR_GPUS, {"reduce-scatter"}),
+    ):
+        found = choice(gradient, [batch, weight], (("dp",), ()), (0,), prices=prices)
         gather, total = [move for move in moves(found) if move[1] == ("dp",)]
         assert gather == ("all-gather", ("dp",), IN * IN * 2)
         assert total[0] in kinds and total[2] == IN * IN * 2
+
+
+def test_state_is_shared_where_that_is_cheaper_than_that_each_reads_and_writes_all() -> None:
+    """A sum that all get costs two of one that is cut, and then the optimizer's state is cut, too.
+    Of devices whose links nobody knows the bytes count, and the weight stays whole."""
+
+    def momentum(x: Any, w: Any, m: Any, v: Any) -> Any:
+        gradient = x.T @ (x @ w)
+        m, v = 0.9 * m + gradient, 0.9 * v + gradient * gradient
+        return w - m / jnp.sqrt(v)
+
+    dim, sizes = 1024, {"dp": 8}
+    batch, state = ((8 * dim, dim), (("dp",), ())), ((dim, dim), None)
+    given: Any = momentum, [batch, state, state, state], None, (0,)
+    nbytes = dim * dim * 4
+    each = 2 * 4 * nbytes  # weight, both of its state, and the gradient, read and written
+    for prices, kinds, kept in (
+        (BY_BYTES, ["all-reduce"], each),
+        (BY_TIME, ["all-gather", "reduce-scatter"], each / 8),
+    ):
+        found = choice(*given, sizes=sizes, sought=[1], prices=prices)
+        assert [kind for kind, *_ in moves(found)] == kinds
+        assert found.kept() == kept
+        assert found.price() >= kept / KEPT_PER_BYTE
 
 
 def test_slices_in_a_loop_move_in_their_own_dtype() -> None:
@@ -152,7 +192,7 @@ def test_what_crosses_the_slow_network_is_a_shard() -> None:
     both, sharded = (("dp", "tp"), ()), (("tp",), ())
     given = [((ROWS, 256), both), ((ROWS, 256), both)]
     nbytes = 256 * 256 * 4
-    on_gpus = {"slow": frozenset({"dp"}), "scattered": SCATTERED_ON_GPUS}
+    on_gpus = {"slow": {"dp": 1}, "prices": COMPILED_FOR_GPUS}
     found = choice(lambda x, y: x.T @ y, given, sharded, (0, 1), **on_gpus)
     assert moves(found) == [
         ("all-reduce", ("dp",), nbytes / SIZES["tp"]),
@@ -164,12 +204,30 @@ def test_a_weight_is_gathered_across_before_it_is_inside() -> None:
     batch, weight = ((ROWS, IN), (("tp", "dp"), ())), ((IN, OUT), (("dp",), ("tp",)))
     sizes = {"tp": SIZES["tp"], "dp": SIZES["dp"]}
     nbytes = IN * OUT * 4
-    for slow, across in ((frozenset(), nbytes), (frozenset({"dp"}), nbytes / SIZES["tp"])):
+    for slow, across in (({}, nbytes), ({"dp": 1}, nbytes / SIZES["tp"])):
         found = choice(lambda x, w: x @ w, [batch, weight], batch[1], (0,), slow=slow, sizes=sizes)
         assert ("all-gather", ("dp",), across) in moves(found)
 
 
+def test_no_dim_is_cut_into_more_than_it_has() -> None:
+    """Layout rules may each have another axis for a dim; both are more devices than rows. XLA took
+    every shard to every device then, to sum a norm's weight's gradient over both axes at once."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("dp", "tp"))
+    by_rule = lambda x, axis: pin(PIN)(x, NamedSharding(mesh, PartitionSpec(axis)))
+
+    def gradient(x: Any, y: Any, w: Any) -> Any:
+        return by_rule(by_rule(x * y, "tp"), "dp").sum((0, 1)) + (w * w).sum()
+
+    rows = (4, 32, 4096), (("dp",), (), ())
+    given = [rows, rows, ((4096,), (("tp",),))]
+    found = choice(gradient, given, ((),), (0,), slow={"dp": 1})
+    of_rows = found.operand(0, 0)
+    assert of_rows is not None
+    assert of_rows[0] == ("dp",)
+
+
 def test_tolls() -> None:
-    assert toll([(4, False), (2, False)]) == 1
-    assert toll([(2, True)]) == SLOW == toll([(2, True), (4, True)])
-    assert toll([(2, True), (4, False)]) == 1 + SLOW / 4  # a quarter goes across
+    assert toll([(4, 4), (2, 2)]) == 1
+    assert toll([(2, 1)]) == SLOW == toll([(2, 1), (4, 1)])
+    assert toll([(2, 1), (4, 4)]) == 1 + SLOW / 4  # a quarter goes across
+    assert toll([(8, 4)]) == 1 + SLOW / 4  # of one axis, too

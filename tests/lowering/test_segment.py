@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import xla_dtensor as xd
 from tests.conftest import make_mesh
 
 # shape, axis, lengths: an empty segment, all of one dim, segments of their own for each row
@@ -83,3 +85,22 @@ def test_many_segments_take_no_more_than_their_elements() -> None:
     x = torch.arange(100_000.0)
     found = torch.segment_reduce(x.to("xla"), "sum", lengths=lengths.to("xla"))
     assert torch.equal(found.cpu(), x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("wrong", [[[2, 3], [6, 0]], [[2, 5], [6, 0]], [[-1, 7], [6, 0]]])
+def test_lengths_that_do_not_fit_are_refused(wrong: list[list[int]], compiled: bool) -> None:
+    """As by CPU torch, which looks at their values; ``unsafe`` says not to."""
+    x, lengths = torch.arange(12.0).reshape(2, 6), torch.tensor(wrong)
+
+    def step(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(x, "sum", lengths=lengths, axis=1)
+
+    with pytest.raises(RuntimeError) as expected:
+        step(x, lengths)
+    run = xd.compile(step, checks=True) if compiled else step
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value).split("\n")[0])):
+        run(x.to("xla"), lengths.to("xla")).cpu()
+    fitting = torch.tensor([[2, 4], [6, 0]])
+    found = run(x.to("xla"), fitting.to("xla"))
+    torch.testing.assert_close(found.cpu(), step(x, fitting))

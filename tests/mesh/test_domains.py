@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from tests.mesh.test_device_order import chips
 from xla_dtensor.mesh import device_order
-from xla_dtensor.mesh.domains import across, crossing, domains
+from xla_dtensor.mesh.domains import across, domains, inside
 
 
 def slices(count: int, *shape: int) -> list[Any]:
@@ -79,7 +79,7 @@ def test_neighbours_in_a_slice_are_as_near_as_in_one() -> None:
     own = np.array([alone[i] for i in device_order.near((32, 8), alone)]).reshape(32, 8)
     assert device_order.mean_hops(mesh) == (0.0, *device_order.mean_hops(own))
     assert device_order.extents(mesh) == ((), *device_order.extents(own))
-    assert crossing(np.array(domains(list(mesh.flat))).reshape(mesh.shape)) == (True, False, False)
+    assert inside(np.array(domains(list(mesh.flat))).reshape(mesh.shape)) == (1, 32, 8)
 
 
 def test_hosts_of_gpus_are_domains_and_so_are_racks() -> None:
@@ -88,7 +88,7 @@ def test_hosts_of_gpus_are_domains_and_so_are_racks() -> None:
     assert domains(gpus(2, 2, "of another kind")) == [0, 0, 1, 1]
     # By number a row of the mesh would be parts of two hosts.
     order = device_order.near((6, 4), gpus(4, 6))
-    assert crossing(np.array([i // 6 for i in order]).reshape(6, 4)) == (True, True)
+    assert inside(np.array([i // 6 for i in order]).reshape(6, 4)) == (3, 2)
     assert {order[4 * i + j] // 6 for i in range(3) for j in range(2)} == {0}
     assert device_order.near((4, 6), gpus(4, 6)) == list(range(24))
 

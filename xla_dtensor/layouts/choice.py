@@ -14,8 +14,10 @@ from xla_dtensor.layouts.integer_program import AxisChoice
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY
 from xla_dtensor.layouts.parts import DimAxes, Group, nbytes_of
 from xla_dtensor.layouts.prices import (
-    STARTUP_BYTES,
+    BY_BYTES,
+    KEPT_PER_BYTE,
     WORK_PER_BYTE,
+    Prices,
     State,
     collective,
     exchanged,
@@ -85,7 +87,8 @@ class Choice:
         sizes: the number of devices along each mesh axis, in the mesh's order.
         units: these axes, those joined that always go together.
         used: axes that cut an input or a result.
-        slow: axes that leave a slice or a host.
+        slow: axes that leave a slice or a host, and how many of their devices are in one.
+        prices: what collectives cost.
 
     Attributes:
         found: whether there are layouts, found with the work that this may take.
@@ -103,10 +106,11 @@ class Choice:
         sizes: Mapping[str, int],
         units: Sequence[Unit],
         used: set[str],
-        slow: frozenset[str] = frozenset(),
+        slow: Mapping[str, int] = {},
+        prices: Prices = BY_BYTES,
     ) -> None:
         self.graph, self.sizes, self.units, self.used = graph, sizes, units, used
-        self.slow = slow
+        self.slow, self.prices = slow, prices
         self.found, self.by_clock, self.too_many = True, False, 0.0
         self.states: dict[Group, dict[Unit, State]] = {}
         self.factors: list[dict[Unit, Factor]] = [{} for _ in graph.nodes]
@@ -115,7 +119,7 @@ class Choice:
 
     def copy(self) -> Choice:
         """The same, to be changed."""
-        other = Choice(self.graph, self.sizes, self.units, self.used, self.slow)
+        other = Choice(*(self.graph, self.sizes, self.units, self.used), *(self.slow, self.prices))
         other.found, other.by_clock, other.too_many = self.found, self.by_clock, self.too_many
         other.states = {group: {**of_units} for group, of_units in self.states.items()}
         other.factors = [{**of_units} for of_units in self.factors]
@@ -206,7 +210,7 @@ class Choice:
         if not self.found:
             return math.inf
         price = sum(
-            (move.nbytes * self.toll(move.axes) + STARTUP_BYTES) * move.times
+            self.prices.of((move.kind, move.nbytes), self.toll(move.axes)) * move.times
             for move in self.moves()
         )
         for node, factors in zip(self.graph.nodes, self.factors, strict=True):
@@ -218,7 +222,11 @@ class Choice:
             devices = math.prod(map(self.size, cut))
             work = node.work * math.prod(factor.work for factor in factors.values())
             price += work * node.times / devices / WORK_PER_BYTE
-        return price + PER_BYTE_TOO_MANY * self.too_many
+        return price + self.kept() / KEPT_PER_BYTE + PER_BYTE_TOO_MANY * self.too_many
+
+    def kept(self) -> float:
+        """The bytes of state that a device reads and writes in its memory."""
+        return sum(group.kept * self.share(group) for group in self.graph.groups() if group.kept)
 
     def second_best(self, number: int) -> float | None:
         """The bytes that a node would move, each time, in the next best of the ways that it could
@@ -236,7 +244,7 @@ class Choice:
                     own = [move.nbytes for _, move in self._moves_of(number, unit, factor)]
                     size = self.size(unit) if factor.operands or factor.results else 1
                     work = node.work * factor.work / size
-                    price = sum(own) + STARTUP_BYTES * len(own) + work / WORK_PER_BYTE
+                    price = sum(own) + self.prices.startup * len(own) + work / WORK_PER_BYTE
                     ways.append((price, sum(own) + sum(others)))
         return min(ways)[1] if ways else None
 
@@ -317,7 +325,7 @@ class Choice:
 
     def toll(self, axes: Unit) -> float:
         """What a byte costs along axes."""
-        return toll((self.sizes[axis], axis in self.slow) for axis in axes)
+        return toll((self.sizes[axis], self.inside((axis,))) for axis in axes)
 
     def is_first(self, one: Unit, other: Unit, is_result: bool) -> bool:
         """Whether what moves along both moves along ``one`` first. Over the slow network goes what
@@ -329,6 +337,10 @@ class Choice:
     def size(self, unit: Unit) -> int:
         """How many devices there are along a unit."""
         return math.prod(self.sizes[axis] for axis in unit)
+
+    def inside(self, unit: Unit) -> int:
+        """How many of the devices along a unit are in one slice or host."""
+        return math.prod(self.slow.get(axis, self.sizes[axis]) for axis in unit)
 
     def axes(self, group: Group) -> DimAxes:
         """How a group lies."""

@@ -7,17 +7,22 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from xla_dtensor.layouts.choice import Choice, Unit, state_of, units_of
 from xla_dtensor.layouts.factors import Factor
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.integer_program import AxisChoice
 from xla_dtensor.layouts.memory import Alive, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
-from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS, Other, State, local_bytes
+from xla_dtensor.layouts.prices import (
+    BY_BYTES,
+    COMPILED_FOR_GPUS,
+    Other,
+    Prices,
+    State,
+    local_bytes,
+)
 from xla_dtensor.mesh import Frame
-from xla_dtensor.mesh.domains import crossing, domains
+from xla_dtensor.mesh.domains import slow_axes
 
 ROUNDS = 2
 """How often each axis is chosen anew, with the others as they are by then."""
@@ -58,15 +63,9 @@ def choose_for(
     given = [v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument]
     devices = frame.jax_mesh.devices
     on_gpus = devices.flat[0].platform == "gpu"
-    scattered = SCATTERED_ON_GPUS if on_gpus else 1.0
+    prices = COMPILED_FOR_GPUS if on_gpus else BY_BYTES
     own = jaxpr, known, required, frame.sizes, given, elsewhere
-    return choose(*own, memory, scattered, slow=slow_axes(devices, frame.sizes))
-
-
-def slow_axes(devices: Any, sizes: Mapping[str, int]) -> frozenset[str]:
-    """The axes of a mesh's devices that leave a slice or a host."""
-    leave = crossing(np.array(domains(list(devices.flat))).reshape(devices.shape))
-    return frozenset(name for name, leaves in zip(sizes, leave, strict=True) if leaves)
+    return choose(*own, memory, prices, slow=slow_axes(devices, frame.sizes))
 
 
 def choose(
@@ -77,13 +76,13 @@ def choose(
     arguments: Sequence[Any] = (),
     elsewhere: Sequence[Any] = (),
     memory: float | None = None,
-    scattered: float = 1.0,
+    prices: Prices = BY_BYTES,
     sought: Sequence[Sequence[Any]] | None = None,
-    slow: frozenset[str] = frozenset(),
+    slow: Mapping[str, int] = {},
 ) -> Choice:
     """The layouts of a jaxpr: the one of `choices` for so much memory."""
     own = jaxpr, known, required, sizes, arguments, elsewhere
-    return next(choices(*own, [memory], scattered, sought, slow))
+    return next(choices(*own, [memory], prices, sought, slow))
 
 
 def choices(
@@ -94,9 +93,9 @@ def choices(
     arguments: Sequence[Any],
     elsewhere: Sequence[Any],
     memories: Sequence[float | None],
-    scattered: float = 1.0,
+    prices: Prices = BY_BYTES,
     sought: Sequence[Sequence[Any]] | None = None,
-    slow: frozenset[str] = frozenset(),
+    slow: Mapping[str, int] = {},
     adds: bool = False,
 ) -> Iterator[Choice]:
     """The layouts of a jaxpr, for each of several sizes of memory, when they are asked for.
@@ -112,10 +111,10 @@ def choices(
         elsewhere: constants and results that lie on another mesh of the same devices.
         memories: bytes of a device that the program may take, if layouts can see to that; None if
             nobody knows how many it has.
-        scattered: what a reduce-scatter costs, of the bytes of a sum.
+        prices: what collectives cost.
         sought: constants of which it is asked how they should lie (`xla_dtensor.tune`), in rows of
             those that are to lie alike; every axis is to be used then.
-        slow: axes that leave a slice or a host.
+        slow: axes that leave a slice or a host, and how many of their devices are in one.
         adds: whether XLA adds products before it sums what devices have of each (`mark_added`).
     """
     graph = Graph(jaxpr, known, required, sizes, elsewhere, sought, adds)
@@ -131,7 +130,8 @@ def choices(
     units = units_of({axis: size for axis, size in sizes.items() if size > 1}, given)
     if sought is not None:  # parameters may use any axis, and each axis by itself
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
-    chooser = _Chooser(graph, sizes, given, units, batches, used, scattered, slow)
+        graph.keep({*jaxpr.constvars}.difference(arguments))
+    chooser = _Chooser(graph, sizes, given, units, batches, used, prices, slow)
     chooser.settle(chooser.start())
     unbound, alive = chooser.choice, None
     for memory in memories:
@@ -153,8 +153,8 @@ class _Chooser:
         units: the axes, those joined that are one to the step.
         batches: the axes that cut the step's arguments.
         used: those that it is worth something to use.
-        scattered: what a reduce-scatter costs, of the bytes of a sum.
-        slow: axes that leave a slice or a host.
+        prices: what collectives cost.
+        slow: axes that leave a slice or a host, and how many of their devices are in one.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class _Chooser:
         units: Sequence[Unit],
         batches: set[str],
         used: set[str],
-        scattered: float,
-        slow: frozenset[str],
+        prices: Prices,
+        slow: Mapping[str, int],
     ) -> None:
-        self._graph, self._batches, self._scattered = graph, batches, scattered
-        self._slow = slow
+        self._graph, self._batches = graph, batches
+        self._prices, self._slow = prices, slow
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._units = tuple(units)
         # Pairs of axes that shard one dim together in one of the given layouts.
@@ -182,7 +182,10 @@ class _Chooser:
         self.choice = self._nothing()
 
     def _nothing(self) -> Choice:
-        return Choice(self._graph, self._sizes, self._units, self._used, self._slow)
+        return Choice(
+            *(self._graph, self._sizes, self._units, self._used),
+            *(self._slow, self._prices),
+        )
 
     def fit(self, unbound: Choice, memory: float, alive: Alive) -> Choice:
         """Choose anew, for points at which there is too much, until there is none.
@@ -209,13 +212,19 @@ class _Chooser:
 
         What comes first is chosen as if all others cut inputs and results alone, and may take a dim
         that a later one needed more: where experts are over "ep", and "dp" comes first, it may take
-        them for itself. So it is done in both orders, and the cheaper one is taken.
+        them for itself. So it is done in both orders, and the cheaper one is taken. Where it is
+        asked how state lies, the batch's axes also leave it whole at first, and have what is left.
         """
         found = []
-        for units in dict.fromkeys((self._units, self._units[::-1])):
+        ways = [*dict.fromkeys((self._units, self._units[::-1]))]
+        batches = [unit for unit in self._units if unit[0] in self._batches]
+        if any(group.kept for group in self._graph.groups()):
+            ways.append((*batches, *(u for u in self._units if u not in batches), *batches))
+        for units in ways:
             self.choice = self._nothing()
-            for unit in units:
-                self.choice.found = self.choice.found and self._choose(unit)
+            for i, unit in enumerate(units):
+                leaves_state = unit in units[i + 1 :]
+                self.choice.found = self.choice.found and self._choose(unit, leaves_state)
             found.append((self.choice.price(), units[-1] if units else (), self.choice))
         _, last, self.choice = min(found, key=lambda each: each[0])
         return last
@@ -238,14 +247,14 @@ class _Chooser:
                 else:
                     self.choice = before
 
-    def _choose(self, unit: Unit) -> bool:
+    def _choose(self, unit: Unit, leaves_state: bool = False) -> bool:
         """Choose how a unit cuts; whether there is a way."""
         axis = _Axis(
             self.choice,
             unit,
             self._together,
             always=unit[0] in self._batches,
-            scattered=self._scattered,
+            leaves_state=leaves_state,
         )
         found = AxisChoice(self._graph, axis, self._points)
         self.by_clock |= found.by_clock
@@ -261,7 +270,8 @@ class _Axis:
         choice: how the others cut.
         unit: the axis.
         together: pairs of axes that may cut one dim.
-        always, scattered: as there.
+        always: as there.
+        leaves_state: whether it may not cut what a step keeps.
     """
 
     def __init__(
@@ -271,12 +281,13 @@ class _Axis:
         together: set[tuple[str, str]],
         *,
         always: bool,
-        scattered: float,
+        leaves_state: bool,
     ) -> None:
         self._choice, self._unit, self._together = choice, unit, together
-        self.always, self.scattered = always, scattered
+        self.always, self.prices = always, choice.prices
+        self._leaves_state = leaves_state
         self.size, self.counts_work = choice.size(unit), unit[0] in choice.used
-        self.is_slow = choice.slow.issuperset(unit)
+        self.inside = choice.inside(unit)
         # One node of each kind: equal nodes are cut alike (`folding.py`).
         self._some = {kind: n for n, kind in enumerate(choice.graph.folds.kind_of_node)}
         self.free_dims = functools.cache(self._free_dims)
@@ -307,7 +318,7 @@ class _Axis:
             if before != after and before is not None:
                 nbytes = choice.moved_bytes(number, other, True, i, but=self._unit)
                 is_first = choice.is_first(other, self._unit, True)
-                along = choice.size(other), choice.slow.issuperset(other)
+                along = choice.size(other), choice.inside(other)
                 found.append(Other(factor, before, after, nbytes, *along, is_first))
         return found
 
@@ -316,13 +327,14 @@ class _Axis:
         what they would move besides is seldom worth it, and their order would have to be right
         everywhere."""
         axis = self._unit[0]
-        if (axis, dim) in group.by_rule:
-            return True
+        if self._leaves_state and group.kept:
+            return False
         others = self._choice.others(group, self._unit)[dim]
+        length, devices = group.shape[dim], self.size * self._choice.size(others)
+        if (axis, dim) in group.by_rule:  # alone, or the rule itself has them together
+            return not others or length >= devices
         if dim not in group.joint and any((axis, o) not in self._together for o in others):
             return False
-        devices = self.size * self._choice.size(others)
-        length = group.shape[dim]
         return length >= devices if dim in group.uneven else length % devices == 0 and length > 1
 
     def fits(

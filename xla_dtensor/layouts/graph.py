@@ -130,6 +130,16 @@ class Graph:
             if id(group) in given and group.known is not None:
                 yield group.known
 
+    def keep(self, state: Iterable[Any]) -> None:
+        """Note what a step reads and writes of its state, and of the gradients that change it."""
+        for variable in state:
+            if (group := self.group(variable)) is not None:
+                group.kept += 2 * nbytes_of(variable.aval)
+        for node in self.nodes:
+            for value in node.results:
+                if (group := self.group(value)) is not None and group.kept:
+                    group.kept += 2 * nbytes_of(value.aval) * node.times
+
     # --- making it ----------------------------------------------------------------------------
 
     def _group(self, variable: Any, known: DimAxes | None = None) -> None:

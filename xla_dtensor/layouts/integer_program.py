@@ -33,14 +33,14 @@ from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
     FILLED_PER_BYTE,
-    STARTUP_BYTES,
+    KEPT_PER_BYTE,
     WORK_PER_BYTE,
     Other,
+    Prices,
     State,
     collective,
     exchanged,
     is_all_reduce,
-    paid,
     toll,
 )
 
@@ -91,15 +91,15 @@ class AxisCosts(Protocol):
         size: the number of devices along it.
         always: whether what takes long has to be cut, where it can be.
         counts_work: whether it is worth something that devices share what takes long.
-        scattered: what a reduce-scatter costs, of the bytes of a sum.
-        is_slow: whether it leaves a slice or a host.
+        prices: what collectives cost.
+        inside: how many of these are in one slice or host.
     """
 
     size: int
     always: bool
     counts_work: bool
-    scattered: float
-    is_slow: bool
+    prices: Prices
+    inside: int
 
     def own(self, axes: DimAxes, /) -> State:
         """The state of a group whose layout is known."""
@@ -190,7 +190,9 @@ class AxisChoice:
             states = [self._axis.own(group.known)]
         self._states[group] = states
         if len(states) > 1:
-            self._sum.variable(group, [_PREFERENCE * (state is not None) for state in states])
+            kept = group.kept * self._axis.local_bytes(group) / group.nbytes / KEPT_PER_BYTE
+            costs = [kept, *[_PREFERENCE + kept / self._axis.size] * (len(states) - 1)]
+            self._sum.variable(group, costs)
 
     def _ways_of(self, kind: int, node: Node, count: int) -> _Ways:
         """The ways to cut each of ``count`` equal nodes, which are of one kind."""
@@ -224,7 +226,8 @@ class AxisChoice:
             if option.exchanges and results[0] is not None:
                 nbytes = self._axis.local_bytes(results[0])
                 moved = exchanged(option, results[0], nbytes, self._axis.size)
-                costs[i] += STARTUP_BYTES + moved * toll([(self._axis.size, self._axis.is_slow)])
+                each = toll([(self._axis.size, self._axis.inside)])
+                costs[i] += self._axis.prices.of(("collective-permute", moved), each)
         folds, ends = self._graph.folds, []
         for i, group in enumerate(operands):
             if group is not None:
@@ -279,10 +282,10 @@ class AxisChoice:
         before, after = (other, own) if end.value is None else (own, other)
         too = before == _SUM_TOO
         before = SUM if too else before
-        along, total = [(self._axis.size, self._axis.is_slow)], 0.0
+        along, total = [(self._axis.size, self._axis.inside)], 0.0
         summed = is_all_reduce(before, after)
         for beside in end.others:
-            own_toll = beside.size, beside.is_slow
+            own_toll = beside.size, beside.inside
             if too and summed and is_all_reduce(beside.before, beside.after):
                 along.append(own_toll)  # one all-reduce along all axes
                 continue
@@ -295,7 +298,7 @@ class AxisChoice:
 
     def _paid(self, end: _End, before: State, *moved: Any, along: Any) -> float:
         part = end.part if before == SUM else 1.0
-        return part * paid(collective(before, *moved), self._axis.scattered, toll(along))
+        return part * self._axis.prices.of(collective(before, *moved), toll(along))
 
     # --- what is left of it -------------------------------------------------------------------
 

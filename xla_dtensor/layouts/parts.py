@@ -32,6 +32,7 @@ class Group:
         by_rule: the axes and dims that they cut by the layout rules of the operations that make
             them.
         of_rule: how the first of these has it.
+        kept: the bytes, whole, that each step reads and writes of the program's state.
         within: the group that this one has become part of.
     """
 
@@ -44,6 +45,7 @@ class Group:
         self.orders: dict[int, tuple[str, ...]] = {}
         self.by_rule: set[tuple[str, int]] = set()
         self.is_free = False
+        self.kept = 0.0
         self.within: Group | None = None
 
     @property

@@ -22,7 +22,7 @@ class Other:
         before, after: how these cut the result.
         nbytes: what a device has of it then, whole along these axes and this one.
         size: how many devices there are along them.
-        is_slow: whether they leave a slice or a host.
+        inside: how many of these are in one slice or host.
         is_first: whether it moves along them before it does along this axis.
     """
 
@@ -31,18 +31,21 @@ class Other:
     after: State
     nbytes: float
     size: int
-    is_slow: bool
+    inside: int
     is_first: bool
 
 
-STARTUP_BYTES = 500.0
-"""What a collective costs, however little it moves, in bytes."""
 WORK_PER_BYTE = 100.0
 """How many floating-point operations cost as much as a byte that is moved. Accelerators do ten
 times as many, but what is computed on all devices is kept on all of them, too."""
 
 FILLED_PER_BYTE = 1000.0
 """How many bytes of a device's memory that are filled cost as much as a byte that is moved."""
+
+KEPT_PER_BYTE = 8.0
+"""How many bytes of state that a device reads or writes in its memory cost as much as a byte that
+is moved: an H100 reads 3,350 GB/s and its links have 450, a v5p 2,765 and a ring of it 200, a v5e
+819 and 100. `xd.tune` alone looks at it, as it alone says how state lies."""
 
 
 def is_moved(before: State, after: State) -> bool:
@@ -61,11 +64,45 @@ def collective(before: State, after: State, nbytes: float, size: int) -> tuple[s
     return ("all-gather", nbytes) if after is None else ("all-to-all", nbytes / size)
 
 
-SCATTERED_ON_GPUS = 0.99
-"""What a reduce-scatter costs on GPUs, of what the sum costs that XLA's CPU compiler makes of it: a
-little less, so that a sum is cut where it is made, and no cast is between the two, behind which the
-GPU's compiler sees no reduce-scatter. The TPU's sees it there too. Of a product whose result is cut
-it makes a ring of pieces instead, which moves a sum's bytes."""
+@dataclass(frozen=True)
+class Prices:
+    """What collectives cost.
+
+    Attributes:
+        startup: of each, however little it moves, in bytes.
+        all_reduce, reduce_scatter: of each byte; of other kinds it is 1.
+    """
+
+    startup: float = 500.0
+    all_reduce: float = 1.0
+    reduce_scatter: float = 1.0
+
+    def of(self, move: tuple[str, float] | None, each: float = 1.0) -> float:
+        """Of a collective.
+
+        Args:
+            move: its kind and bytes; None if there is none.
+            each: what a byte costs along its axes (`toll`).
+        """
+        if move is None:
+            return 0.0
+        kind, nbytes = move
+        per_byte = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter}
+        return self.startup + nbytes * each * per_byte.get(kind, 1.0)
+
+
+BY_BYTES = Prices()
+"""By the bytes of results; a sum that is cut costs what XLA's CPU compiler makes of it, a sum."""
+
+COMPILED_FOR_GPUS = Prices(reduce_scatter=0.99)
+"""A reduce-scatter costs a little less than a sum on GPUs, so that a sum is cut where it is made,
+and no cast is between the two, behind which the GPU's compiler sees no reduce-scatter. The TPU's
+sees it there too. Of a product whose result is cut it makes a ring of pieces instead, which moves a
+sum's bytes."""
+
+BY_TIME = Prices(startup=200_000.0, all_reduce=2.0)
+"""By the time that links of accelerators take: two microseconds at 100 GB/s before anything comes,
+and a sum that all get whole goes along them twice."""
 
 
 SLOW = 8.0
@@ -73,32 +110,18 @@ SLOW = 8.0
 has 450 GB/s of NVLink and 50 of its network card, a v5e 100 along a ring and 3."""
 
 
-def toll(along: Iterable[tuple[int, bool]]) -> float:
+def toll(along: Iterable[tuple[int, int]]) -> float:
     """What a byte of a collective costs along several axes: what is summed inside of slices first
     goes in parts between them.
 
     Args:
-        along: of each axis how many devices it has, and whether it is slow.
+        along: of each axis how many devices it has, and how many of them are in one slice.
     """
     along = list(along)
-    inside = math.prod(size for size, is_slow in along if not is_slow)
-    if not any(is_slow for _, is_slow in along):
+    inside = math.prod(own for _, own in along)
+    if all(own == size for size, own in along):
         return 1.0
     return SLOW if inside == 1 else 1.0 + SLOW / inside
-
-
-def paid(move: tuple[str, float] | None, scattered: float, each: float = 1.0) -> float:
-    """What a collective of so many bytes costs.
-
-    Args:
-        move: its kind and bytes; None if there is none.
-        scattered: what a reduce-scatter costs, of its bytes.
-        each: what a byte costs along its axes (`toll`).
-    """
-    if move is None:
-        return 0.0
-    kind, nbytes = move
-    return STARTUP_BYTES + nbytes * each * (scattered if kind == "reduce-scatter" else 1.0)
 
 
 def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:

@@ -80,10 +80,16 @@ class Probabilities:
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """Numbers of repetitions that make ``total`` together."""
+class Counts:
+    """Numbers that make ``total`` together, along the last dim.
+
+    Attributes:
+        negative, otherwise: the messages where one is below 0, and where the sum is another.
+    """
 
     total: int
+    negative: str
+    otherwise: str
 
     def summary(self, np: Any, values: Any) -> tuple[Any, Any]:
         """The least, and the sum: where each device has its own counts, the one farthest off."""
@@ -93,9 +99,9 @@ class Repeats:
     def judge(self, least: int, total: int) -> Exception | None:
         """What to raise, or None."""
         if least < 0:
-            return RuntimeError("repeats can not be negative")
+            return RuntimeError(self.negative)
         if total != self.total:
-            return RuntimeError("allocated size does not match required size")
+            return RuntimeError(self.otherwise)
         return None
 
 
@@ -113,7 +119,7 @@ class Divisors:
         return RuntimeError("ZeroDivisionError") if zero else None
 
 
-Condition = Indices | Probabilities | Repeats | Divisors
+Condition = Indices | Probabilities | Counts | Divisors
 Bounds = Callable[[Arguments], list[tuple[Where, Condition]]]
 
 BOUNDS: Registry[Bounds] = Registry("bounds", changes)
@@ -236,7 +242,21 @@ def one_hot(args: Arguments) -> list[tuple[Where, Condition]]:
 @bounds("repeat_interleave")
 def repeat_interleave(args: Arguments) -> list[tuple[Where, Condition]]:
     total = args.get("output_size")
-    return [("repeats", Repeats(total))] if "repeats" in args and total is not None else []
+    if "repeats" not in args or total is None:
+        return []
+    otherwise = "allocated size does not match required size"
+    return [("repeats", Counts(total, "repeats can not be negative", otherwise))]
+
+
+@bounds("segment_reduce")
+def segment_reduce(args: Arguments) -> list[tuple[Where, Condition]]:
+    lengths = args.get("lengths")
+    if lengths is None or args.get("unsafe"):
+        return []
+    total = args["data"].shape[len(lengths.shape) - 1]
+    what = "Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1)"
+    otherwise = f"segment_reduce(): {what} when !unsafe."
+    return [("lengths", Counts(total, "lengths contains negative value!", otherwise))]
 
 
 @bounds("multinomial")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,13 +72,23 @@ def across(shape: Sequence[int], numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def crossing(numbers: np.ndarray) -> tuple[bool, ...]:
-    """Of each dim of a mesh whether it leaves a domain.
+def inside(numbers: np.ndarray) -> tuple[int, ...]:
+    """Of each dim of a mesh how many of the devices along it are in one domain: all where it
+    doesn't leave any.
 
     Args:
         numbers: of domains, in the mesh's shape.
     """
-    return tuple(bool(np.any(np.diff(numbers, axis=dim))) for dim in range(numbers.ndim))
+    lines = (np.sort(numbers, axis=dim) for dim in range(numbers.ndim))
+    leaves = ((np.diff(of, axis=dim) != 0).sum(dim).max() for dim, of in enumerate(lines))
+    return tuple(n // (1 + int(m)) for n, m in zip(numbers.shape, leaves, strict=True))
+
+
+def slow_axes(devices: Any, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh's devices that leave a slice or a host, and how many of the devices along
+    them are in one."""
+    own = inside(np.array(domains(list(devices.flat))).reshape(devices.shape))
+    return {name: n for name, n in zip(sizes, own, strict=True) if n < sizes[name]}
 
 
 def warn_of_crossing(names: Sequence[str], shape: Sequence[int], devices: Sequence[Any]) -> None:
@@ -90,8 +100,8 @@ def warn_of_crossing(names: Sequence[str], shape: Sequence[int], devices: Sequen
     count = len(set(numbers))
     if count == 1:
         return
-    every = crossing(np.array(numbers).reshape(shape))
-    bad = [name for name, leaves in zip(names, every, strict=True) if leaves and name in _CHATTY]
+    every = zip(names, shape, inside(np.array(numbers).reshape(shape)), strict=True)
+    bad = [name for name, size, own in every if own < size and name in _CHATTY]
     if bad:
         what = "GPUs' hosts (or racks)" if devices[0].platform == "gpu" else "slices"
         message = (

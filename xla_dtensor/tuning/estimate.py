@@ -30,6 +30,7 @@ class Estimate:
         moved: bytes of collectives' results on a device.
         compute: seconds at the chip's peak; None where the chip is none that is known.
         network: seconds by mesh dim, those of several under the names of all.
+        state: seconds in which parameters and the optimizer's state are read and written once.
     """
 
     price: float
@@ -37,12 +38,15 @@ class Estimate:
     moved: float
     compute: float | None
     network: Mapping[str, float]
+    state: float = 0.0
 
     @property
     def seconds(self) -> float | None:
         """Of a step in which nothing is hidden behind anything: the more a configuration moves, the
         more of it is likely to be exposed."""
-        return None if self.compute is None else self.compute + sum(self.network.values())
+        if self.compute is None:
+            return None
+        return self.compute + self.state + sum(self.network.values())
 
     @property
     def rank(self) -> float:
@@ -54,15 +58,16 @@ def estimate(problem: Problem, solution: Solution, chip: Chip | None) -> Estimat
     """What a solution costs on devices of this kind."""
     moves = solution.choice.moves()
     network: dict[str, float] = {}
-    compute = None
+    compute, state = None, 0.0
     if chip is not None:
         over = links(chip, problem.devices, (*problem.sizes,))
         for move in moves:
             name = " x ".join(move.axes)
             network[name] = network.get(name, 0.0) + _seconds(move, problem, over)
         compute = chip.seconds(operations(solution.choice))
+        state = solution.choice.kept() / (chip.memory_bandwidth / chip.devices)
     moved = sum(move.nbytes * move.times for move in moves)
-    return Estimate(solution.choice.price(), solution.memory, moved, compute, network)
+    return Estimate(solution.choice.price(), solution.memory, moved, compute, network, state)
 
 
 def operations(choice: Choice) -> dict[str, float]:

@@ -21,10 +21,12 @@ from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.call.sources import ArgumentSource, StateSource
 from xla_dtensor.compilation.scan.casts import casts_outside
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.choose import choices, slow_axes
+from xla_dtensor.layouts.choose import choices
 from xla_dtensor.layouts.joined import kept_apart
 from xla_dtensor.layouts.memory import Alive
 from xla_dtensor.layouts.parts import DimAxes
+from xla_dtensor.layouts.prices import Prices
+from xla_dtensor.mesh.domains import slow_axes
 from xla_dtensor.tuning.configuration import Dims, divided, pattern_of
 
 
@@ -64,7 +66,7 @@ class Problem:
         self,
         batch: Dims,
         memories: Sequence[float | None],
-        scattered: float,
+        prices: Prices,
         pinned: Callable[[str], Dims | None],
     ) -> Iterator[Solution]:
         """How everything should lie, for each of several sizes of memory, when it is asked for.
@@ -72,10 +74,10 @@ class Problem:
         Args:
             batch: for each mesh dim which dim of the arguments it shards.
             memories: bytes of a device; None if nobody knows how many it has.
-            scattered: what a reduce-scatter costs, of the bytes of a sum.
+            prices: what collectives cost.
             pinned: says of a parameter's name how it has to lie, or None.
         """
-        every = [self._solved(j, batch, memories, scattered, pinned) for j in self._jaxprs]
+        every = [self._solved(j, batch, memories, prices, pinned) for j in self._jaxprs]
         first = [next(solutions) for solutions in every]
         best = min(range(len(first)), key=lambda i: first[i].choice.price())
         yield first[best]
@@ -86,7 +88,7 @@ class Problem:
         jaxpr: Any,
         batch: Dims,
         memories: Sequence[float | None],
-        scattered: float,
+        prices: Prices,
         pinned: Callable[[str], Dims | None],
     ) -> Iterator[Solution]:
         known: dict[Any, DimAxes | None] = {}
@@ -110,7 +112,7 @@ class Problem:
         required = [None] * len(jaxpr.outvars)
         found = choices(
             *(jaxpr, known, required, self.sizes, arguments, ()),
-            *(memories, scattered, [*alike.values()]),
+            *(memories, prices, [*alike.values()]),
             slow=slow_axes(self.devices, self.sizes),
             adds=self.devices.flat[0].platform != "cpu",
         )

@@ -24,7 +24,7 @@ from torch import nn
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import compile
 from xla_dtensor.errors import TopologyError, XlaDTensorError
-from xla_dtensor.layouts.prices import SCATTERED_ON_GPUS
+from xla_dtensor.layouts.prices import BY_BYTES, BY_TIME
 from xla_dtensor.planning import abstract
 from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
@@ -201,7 +201,6 @@ class _Search:
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
         self._memory = None if memory is None else memory * (1 - reserve)
-        self._scattered = SCATTERED_ON_GPUS if self._topology.is_of_gpus else 1.0
         self._errors: set[str] = set()
         self._pins_met: set[str] = set()
 
@@ -276,7 +275,8 @@ class _Search:
             pinned = self._pinned_by(mesh)
             have = self._memory
             memories = [have] if have is None else [have, _ENOUGH * have]
-            for solution in problem.solutions(plain.batch, memories, self._scattered, pinned):
+            prices = BY_BYTES if have is None else BY_TIME  # nobody knows simulated devices' links
+            for solution in problem.solutions(plain.batch, memories, prices, pinned):
                 if solution.choice.by_clock:
                     self._errors.add("the clock has ended HiGHS: another run may find others")
                 cost = estimate(problem, solution, self._chip)
