@@ -248,6 +248,23 @@ def test_the_switch_is_that_of_compile() -> None:
     assert torch.equal(*bits(found))
 
 
+def test_steps_in_steps() -> None:
+    """What the outer one is says what the bits are."""
+    torch.manual_seed(0)
+    x = torch.randn(2048, 40)
+    across = xd.compile(lambda x: x.sum())
+    with xd.config.override(reproducible="on a mesh"):
+        plain = xd.compile(lambda x: x.sum())
+        outside = xd.compile(lambda x: across(x) * 2)
+    around = xd.compile(lambda x: plain(x) + across(x))
+    found = [
+        around(xd.distribute_tensor(x, make_mesh(name), [xd.Shard(0)])) for name in ("1", "2", "8")
+    ]
+    assert torch.equal(*bits(found[:2])) and torch.equal(*bits(found[1:]))
+    with pytest.raises(UnsupportedOpError, match="compile that one with the switch"):
+        outside(x.to("xla"))
+
+
 def test_bfloat16_is_rounded_once() -> None:
     """When all blocks have been added up, and not each of them: a product as JAX writes it, which
     has no float32 in it."""
