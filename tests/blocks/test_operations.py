@@ -23,6 +23,8 @@ QUICK = (
     "attention",
     "loss",
     "transform",
+    "written out by XLA",
+    "nothing",
 )
 Function = Callable[..., Any]
 
@@ -124,6 +126,17 @@ CASES: dict[str, tuple[Function, Callable[[], Sequence[Tensor]]]] = {
         lambda x, w: ((x.bfloat16() @ w.bfloat16()).float() * 0.3).softmax(-1).sum(0),
         lambda: (torch.randn(64, 48), torch.randn(48, 24)),
     ),
+    "written out by XLA": (
+        lambda x, y, r: [
+            f((x * y).clamp(-3, 3) * 0.2 + r * 0.1).sum(0)
+            for f in (torch.lgamma, torch.atanh, torch.asinh, torch.erfinv, torch.atan, torch.erfc)
+        ],
+        lambda: (torch.randn(24, 40), torch.randn(24, 40), torch.randn(40)),
+    ),
+    "nothing": (
+        lambda x, w: [x @ w, w.t() @ x.t(), x.sum(1), x.exp()],
+        lambda: (torch.randn(8, 0), torch.randn(0, 4)),
+    ),
     "half": (
         lambda x, w: [(x @ w).sum(0), x.mean()],
         lambda: (torch.randn(64, 48).bfloat16(), torch.randn(48, 24).bfloat16()),
@@ -216,8 +229,11 @@ def test_what_is_refused() -> None:
 
         return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    with pytest.raises(UnsupportedOpError, match="pure_callback"):
+    with pytest.raises(UnsupportedOpError, match=r"outside of XLA, pure_callback"):
         xd.compile(outside)(torch.ones(2, 4, device="xla"))
+    each = xd.distribute_tensor(torch.ones(4, 4), make_mesh("2"), [xd.Shard(0)])
+    with pytest.raises(UnsupportedOpError, match=r"each shard \(per-device tensors.*shard_map"):
+        xd.compile(lambda x: x.to_local().sum())(each)
 
 
 def test_the_switch_is_that_of_compile() -> None:
@@ -230,6 +246,23 @@ def test_the_switch_is_that_of_compile() -> None:
             across(xd.distribute_tensor(x, make_mesh(name), [xd.Shard(0)])) for name in ("2", "8")
         ]
     assert torch.equal(*bits(found))
+
+
+def test_steps_in_steps() -> None:
+    """What the outer one is says what the bits are."""
+    torch.manual_seed(0)
+    x = torch.randn(2048, 40)
+    across = xd.compile(lambda x: x.sum())
+    with xd.config.override(reproducible="on a mesh"):
+        plain = xd.compile(lambda x: x.sum())
+        outside = xd.compile(lambda x: across(x) * 2)
+    around = xd.compile(lambda x: plain(x) + across(x))
+    found = [
+        around(xd.distribute_tensor(x, make_mesh(name), [xd.Shard(0)])) for name in ("1", "2", "8")
+    ]
+    assert torch.equal(*bits(found[:2])) and torch.equal(*bits(found[1:]))
+    with pytest.raises(UnsupportedOpError, match="compile that one with the switch"):
+        outside(x.to("xla"))
 
 
 def test_bfloat16_is_rounded_once() -> None:

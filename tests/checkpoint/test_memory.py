@@ -110,6 +110,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
     hosts.start(4, 5)  # from the disk
 
 
+def test_a_host_has_no_room(tmp_path: Path) -> None:
+    """All go on from the disk, and none waits for another."""
+    hosts = Hosts(tmp_path, "ab")
+    hosts.start("nothing", STEPS)
+    newest = hosts.kept("a")[-1]
+    inside = newest.relative_to(hosts.memory("a"))
+    hosts.names += ["c"]
+    for path in newest.glob("*.distcp"):  # a folder of that name: the file can't be written
+        (hosts.memory("c") / inside / path.name).mkdir(parents=True)
+    hosts.start(4, 5)
+
+
 def test_a_run_that_nobody_starts_again_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(memory.FOLDER, raising=False)
     assert memory.of_this_process(Path("run")) is None

@@ -35,9 +35,10 @@ def test_arguments_that_make_no_sense(
         xd.elastic.run(lambda devices: None, **given)  # type: ignore[arg-type]
 
 
-def started(folder: Path, how: str, **variables: str) -> subprocess.Popen[str]:
+def started(folder: Path, how: str, processes: int = 1, **variables: str) -> subprocess.Popen[str]:
+    program = "tests.elastic.programs.failing"
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.elastic.programs.failing", str(folder), how],
+        [sys.executable, "-m", program, str(folder), how, str(processes)],
         cwd=launch.ROOT,
         env=launch.clean_environment()
         | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
@@ -68,6 +69,17 @@ def test_exceptions(tmp_path: Path, how: str, code: int, count: int) -> None:
         assert "DistributedError: the training function has raised the same twice" in last[0]
         assert "KeyError: 'no such thing'" in last[0]
         assert "failing.py" in last[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("together", 0), ("always", 1)])
+def test_all_processes_of_a_host_raise(tmp_path: Path, how: str, code: int) -> None:
+    """That is one exception, and it is tried once more."""
+    process = started(tmp_path, how, 2)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == code, output
+    assert len(calls(tmp_path)) == 4
+    assert ("has raised the same twice" in output) == (code == 1)
 
 
 @pytest.mark.slow

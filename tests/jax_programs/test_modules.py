@@ -523,6 +523,32 @@ def test_weights_that_are_reached_elsewhere(way: str, device: str) -> None:
         apply(params, jaxed(batch(4, 4)))
 
 
+class _Halves(nn.Module):
+    """Two buffers in one memory, and one beside them."""
+
+    def __init__(self, device: str, shared: bool) -> None:
+        super().__init__()
+        whole = torch.zeros(4).to(device)
+        self.register_buffer("first", whole[:2])
+        self.register_buffer("other", whole if shared else torch.zeros(4).to(device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.add_(1)
+        return x + self.other
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_buffers_in_one_memory(device: str) -> None:
+    """A write to one would have to be seen in the other."""
+    x = jnp.ones(4)
+    _, apply = xd.jax.from_module(_Halves(device, shared=True))
+    with pytest.raises(UnsupportedOpError, match="buffer first, whose memory other has"):
+        apply({}, x, mutable=True)
+    _, apply = xd.jax.from_module(_Halves(device, shared=False))
+    result, buffers = apply({}, x, mutable=True)
+    assert result.tolist() == [1] * 4 and buffers["first"].tolist() == [1, 1]
+
+
 def test_xla_tensors_from_outside_that_require_grad() -> None:
     other = torch.ones(3, device="xla", requires_grad=True)
     with pytest.raises(UnsupportedOpError, match="would be a constant, and get no gradient"):

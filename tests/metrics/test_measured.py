@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +152,103 @@ def test_values_are_numbers(mesh_2x4: DeviceMesh, told: Told) -> None:
 
 
 def test_nothing_is_kept_alive(told: Told) -> None:
-    """Programs that are gone take what is known of them along."""
+    """Programs that are gone take what is known of them along, when the next window ends."""
     step = xd.compile(lambda x: x.sum())
+    programs = []
     with xd.metrics.to(tell_to(told), step, every=1) as metrics:
         for number in range(3):
             step(torch.ones(2 + number, device="xla"))
+            programs += map(weakref.ref, step.programs())
             metrics.after_step(number)
             step.clear_cache()
     assert [values["step/tokens_per_second"] > 0 for _, values in told] == [True] * 3
-    assert len(metrics._programs) == 0
+    gc.collect()
+    assert [program() is None for program in programs] == [True, True, False]
+    assert len(metrics._reports) == 1
+
+
+def of_steps(values: dict[str, float]) -> float:
+    """The tokens of a step."""
+    return values["step/tokens_per_second"] * values["step/seconds"]
+
+
+def test_what_ran_before_is_not_counted(told: Told) -> None:
+    """Steps before the metrics were made, as after a warm-up, or under another `Metrics`."""
+    step = xd.compile(lambda x: (x @ x).sum())
+    x = torch.ones(8, 8, device="xla")
+    for _ in range(20):
+        step(x)
+    with xd.metrics.to(tell_to(told), step, every=2) as metrics:
+        for number in range(2):
+            step(x)
+            metrics.after_step(number)
+    assert of_steps(told[0][1]) == pytest.approx(8)
+
+
+def test_what_a_step_does_aside_is_not_counted(told: Told) -> None:
+    """An evaluation by the step itself, in the step's programs and in a new one."""
+    step = xd.compile(lambda x: (x @ x).sum())
+    x = torch.ones(8, 8, device="xla")
+    with xd.metrics.to(tell_to(told), step, every=2) as metrics:
+        for number in range(4):
+            step(x)
+            with metrics.aside("evaluation"):
+                for size in (8, 8, 16):
+                    step(torch.ones(size, size, device="xla"))
+            metrics.after_step(number)
+    assert [of_steps(values) for _, values in told] == pytest.approx([8, 8])
+    assert told[1][1]["step/tflops"] * told[1][1]["step/seconds"] * 1e12 == pytest.approx(2 * 8**3)
+
+
+def test_blocks_in_blocks_and_reports_in_them(told: Told) -> None:
+    """Each has its own time, and none of the steps'; a window may end in one."""
+    metrics = xd.metrics.to(tell_to(told), every=2)
+    for number in range(2):
+        time.sleep(0.1)
+        with metrics.aside("outer"):
+            time.sleep(0.05)
+            with metrics.aside("inner"):
+                time.sleep(0.2)
+        metrics.after_step(number)
+    ((_, values),) = told
+    assert values["step/seconds"] >= 0.1
+    assert values["aside/inner_seconds"] >= 0.4
+    assert 0.1 <= values["aside/outer_seconds"] < 0.4
+    told.clear()
+    with metrics.aside("outer"):
+        time.sleep(0.2)
+        metrics.after_step(1)
+        metrics.after_step(2)
+        time.sleep(0.1)
+    time.sleep(0.1)
+    metrics.after_step(3)
+    metrics.close()
+    assert told[0][1]["step/seconds"] < 0.1 <= told[1][1]["step/seconds"]
+    found = [values["aside/outer_seconds"] for _, values in told]
+    assert found[0] >= 0.2 and found[1] >= 0.1
+
+
+def test_what_other_threads_compile_takes_no_time_of_the_steps(told: Told) -> None:
+    metrics = xd.metrics.to(tell_to(told), every=1)
+    begin = time.monotonic()
+    long = xd.compile(lambda x: sum((x * i).sin().sum() for i in range(60)))
+    thread = threading.Thread(target=long, args=(torch.ones(8, device="xla"),))
+    thread.start()
+    thread.join()
+    metrics.after_step(1)
+    taken = time.monotonic() - begin
+    ((_, values),) = told
+    assert 0 < values["compile/seconds"] < values["step/seconds"] <= taken
+
+
+def test_programs_that_are_gone_have_run(told: Told) -> None:
+    step = xd.compile(lambda x: (x @ x).sum())
+    x = torch.ones(8, 8, device="xla")
+    step(x)
+    with xd.metrics.to(tell_to(told), step, every=4) as metrics:
+        for number in range(4):
+            step(x)
+            metrics.after_step(number)
+            if number == 1:
+                step.clear_cache()
+    assert of_steps(told[0][1]) == pytest.approx(8)

@@ -47,6 +47,19 @@ def test_each_kind(tmp_path: Path) -> None:
     assert all(line["step/seconds"] >= 0 and line["memory/host_megabytes"] > 10 for line in lines)
 
 
+def test_lines_are_json(tmp_path: Path) -> None:
+    """Also of a training that diverged."""
+
+    def no_number(name: str) -> None:
+        raise AssertionError(name)
+
+    file = tmp_path / "run.jsonl"
+    with xd.metrics.to(file, every=1) as metrics:
+        metrics.after_step(1, loss=float("nan"), norm=float("inf"), other=1.0)
+    line = json.loads(file.read_text(), parse_constant=no_number)
+    assert [line[name] for name in ("loss", "norm", "other")] == [None, None, 1.0]
+
+
 def test_what_is_none_of_these() -> None:
     with pytest.raises(TypeError, match="add_scalar"):
         xd.metrics.to(3)

@@ -1,4 +1,4 @@
-"""How products and sums are cut into blocks."""
+"""How products, sums and elementwise operations are cut into blocks."""
 
 from __future__ import annotations
 
@@ -40,3 +40,11 @@ def total(equation: Any) -> Cut | None:
         ways.append((size, Cut(count_of(size), (dim,), (None if dim in summed else place,))))
         place += dim not in summed
     return best(ways)
+
+
+def elementwise(equation: Any) -> Cut | None:
+    """Of an operation whose operands have the shape of its results."""
+    shape, operands = equation.outvars[0].aval.shape, len(equation.invars)
+    results = len(equation.outvars)
+    cuts = [Cut(count_of(n), (dim,) * operands, (dim,) * results) for dim, n in enumerate(shape)]
+    return best([*zip(shape, cuts, strict=True)])

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from xla_dtensor.blocks.convolutions import convolution
 from xla_dtensor.blocks.mapped import Cut, mapped
-from xla_dtensor.blocks.products import product, total
+from xla_dtensor.blocks.products import elementwise, product, total
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.layouts.calls import CALLS, called
 from xla_dtensor.layouts.factors import is_elementwise
@@ -37,13 +37,23 @@ _MOVES = """
 """
 # What runs the jaxprs among its parameters, as they are.
 _RUNS = "scan while cond for_each custom_vmap_call checkpoint remat"
-# Computed for each shard, by the user or (factorizations) by this library, or outside of XLA.
-_REFUSES = """
-    shard_map psum all_gather all_to_all ppermute pure_callback io_callback cholesky eig eigh
-    hessenberg householder_product lu qr schur svd triangular_solve tridiagonal tridiagonal_solve
+_REFUSES = {
+    "code for each shard (per-device tensors, which to_local() and parallelize_module give, too; a "
+    "DFunction; collectives)": "shard_map psum all_gather all_to_all ppermute",
+    "what is computed outside of XLA": "pure_callback io_callback",
+    "a factorization": """
+        cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve
+        tridiagonal tridiagonal_solve
+    """,
+}
+# Elementwise operations that XLA writes out as sums and products, which it fuses with others and
+# rounds otherwise in vectors than alone.
+_WRITTEN = """
+    acos acosh asin asinh atan atan2 atanh cosh digamma erf_inv erfc lgamma polynomial sinh
 """
-_EXACT = frozenset(_MOVES.split())
-_BODIES, _REFUSED = frozenset(_RUNS.split()), frozenset(_REFUSES.split())
+_EXACT, _BODIES = frozenset(_MOVES.split()), frozenset(_RUNS.split())
+_REFUSED = {name: what for what, names in _REFUSES.items() for name in names.split()}
+_WRITTEN_OUT = frozenset(_WRITTEN.split())
 _ARITHMETIC = {"add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div"}
 
 
@@ -89,12 +99,14 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
         return _run(call.jaxpr, call.consts, operands, frame)
     if name in _REFUSED:
         raise UnsupportedOpError(
-            f'{name} in a step with xd.config.reproducible = "across meshes": what is computed for '
-            "each shard, or outside of XLA, depends on the mesh. Write it as plain operations, or "
-            "compile this step without the switch"
+            f"{_REFUSED[name]}, {name} in the program, in a step with xd.config.reproducible = "
+            '"across meshes": its bits depend on the mesh. Write it as plain operations on sharded '
+            "tensors, or compile this step without the switch"
         )
     if name in _BODIES:
         return _bind(equation, *operands, **_inside(params, frame))
+    if any(v.aval.size == 0 for v in equation.invars):  # sums of nothing are 0
+        return _bind(equation, *operands)
     is_complex = any(map(_is_complex, equation.invars))
     is_exact = name in _EXACT and not (is_complex and name in ("abs", "sign"))
     if is_exact or not any(map(_is_float, equation.outvars)):
@@ -109,7 +121,7 @@ def _computed(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Se
     if name == "convert_element_type":
         return [_to_bfloat16(operands[0])] if narrow else _bind(equation, *operands)
     if is_elementwise(equation) and not is_complex:
-        return _rounded(equation, operands)
+        return _rounded(equation, operands, frame)
     arrays = [*map(jnp.asarray, operands)]
     groups = params.get("feature_group_count"), params.get("batch_group_count")
     if name in _CUTS or groups == (1, 1):
@@ -158,12 +170,15 @@ def _bind(equation: Any, *operands: Any, **changed: Any) -> Sequence[Any]:
     return results
 
 
-def _rounded(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def _rounded(equation: Any, operands: Sequence[Any], frame: Frame | None) -> Sequence[Any]:
     """An elementwise operation, rounded for itself: XLA would rearrange it together with those that
     it is fused with, and which these are depends on the mesh."""
     name = equation.primitive.name
     if name in _ARITHMETIC:
         return [rounded(_ARITHMETIC[name], *map(jnp.asarray, operands))]
+    if name in _WRITTEN_OUT:
+        cut = elementwise(equation)
+        return mapped(functools.partial(_bind, equation), operands, cut, frame)
     return [jnp.where(x != x, jnp.nan, x) for x in _bind(equation, *operands)]
 
 

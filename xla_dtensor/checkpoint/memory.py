@@ -7,11 +7,13 @@ Each process keeps what it would write to a checkpoint's folder in files of this
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from xla_dtensor.checkpoint.files import manifest as manifests
 from xla_dtensor.checkpoint.files.manifest import Manifest, read_manifest
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, broadcast, processes
+
+_log = logging.getLogger("xla_dtensor.checkpoint")
 
 FOLDER = "XLA_DTENSOR_ELASTIC_FOLDER"
 """The variable with a folder that lives as long as this host takes part in a training."""
@@ -137,10 +141,11 @@ class HostCopies:
 
     def gathered(self, held: Held) -> Path:
         """A folder of this process's with all files of a step; others send what isn't here. All
-        processes call it."""
+        processes call it. What doesn't fit isn't there: whoever verifies the files will see."""
         folder = self._root / f"step-{held.step:08d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / manifests.NAME).write_text(held.manifest)
+        with _as_far_as_it_fits():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / manifests.NAME).write_text(held.manifest)
         for name, about in sorted(held.files.items()):
             holders = [i for i, names in enumerate(held.names) if name in names]
             if len(holders) == processes.count():
@@ -148,9 +153,10 @@ class HostCopies:
             value = np.empty(about["bytes"], np.uint8)
             if processes.index() == holders[0]:
                 value[:] = np.fromfile(folder / name, np.uint8)
-            broadcast.send(value, holders[0])
+            broadcast.send(value, holders[0])  # also where it can't be written: all call it
             if processes.index() not in holders:
-                value.tofile(folder / name)
+                with _as_far_as_it_fits():
+                    value.tofile(folder / name)
         return folder
 
     def forget_after(self, step: int) -> None:
@@ -180,6 +186,14 @@ def of_this_process(run: Path) -> HostCopies | None:
     name = f"{zlib.crc32(str(run.absolute()).encode()):08x}"
     own = Path(folder) / "memory" / name / os.environ.get("LOCAL_RANK", "0")
     return HostCopies(own, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@contextlib.contextmanager
+def _as_far_as_it_fits() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _log.warning("a copy of the state doesn't fit into this host's memory: %s", error)
 
 
 def _size(path: Path) -> int:

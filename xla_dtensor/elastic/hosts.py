@@ -40,6 +40,7 @@ from xla_dtensor.runtime import distributed
 _log = logging.getLogger("xla_dtensor.elastic")
 
 _IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
+_START = "TORCHELASTIC_RESTART_COUNT"
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
 _PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure.json"
 _AT_EXIT = 5.0  # seconds
@@ -204,10 +205,17 @@ def _note(folder: Path, error: Exception) -> None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
     found: dict[str, Any] = {"error": text, "line": line, "step": progress.step or 0}
+    found["start"] = os.environ.get(_START)
     before = _failure(folder)
+    if before.get("final"):
+        return
     is_same = (before.get("error"), before.get("line")) == (text, line)
-    found["final"] = is_same and found["step"] <= before["step"]
-    (folder / _FAILURE).write_text(json.dumps(found))
+    # Another process of this start has mostly raised the same: that is not again.
+    is_again = is_same and before["start"] != found["start"]
+    found["final"] = is_again and found["step"] <= before["step"]
+    own = folder / f"{_FAILURE}.{os.getpid()}"
+    own.write_text(json.dumps(found))
+    own.replace(folder / _FAILURE)  # of several processes one after the other
     if found["final"]:
         traceback.print_exception(error)
         os.kill(os.getppid(), signal.SIGTERM)

@@ -25,7 +25,7 @@ from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.jax_programs.differentiated import plain_form
 from xla_dtensor.jax_programs.functions import FunctionOnTensors, run
 from xla_dtensor.jax_programs.names import NamedTensors
-from xla_dtensor.jax_programs.program_trace import ProgramTrace
+from xla_dtensor.jax_programs.program_trace import ProgramTrace, share_memory
 from xla_dtensor.jax_programs.swapped import swapped
 from xla_dtensor.movement.jax_arrays import to_jax
 from xla_dtensor.tensors.of_form import is_ours
@@ -229,6 +229,14 @@ class _Call(FunctionOnTensors):
                 f"{kind} adds or removes buffers when it is called: {', '.join(sorted(other))}; a "
                 "JAX program needs them from the start"
             )
+        old = dict(self._own)
+        for name in changed:
+            if beside := [n for n, t in self._own if n != name and share_memory(t, old[name])]:
+                raise UnsupportedOpError(
+                    f"{kind} changes its buffer {name}, whose memory {', '.join(beside)} has, too: "
+                    "as arrays they are apart, and what is written to one isn't seen in the other; "
+                    "register one of them, and make the other of it where it is used"
+                )
         if changed and not self._mutable:
             raise UnsupportedOpError(
                 f"{kind} changes its buffers {', '.join(changed)}, which would be lost: "

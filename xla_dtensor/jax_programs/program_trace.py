@@ -117,7 +117,7 @@ class ProgramTrace(TracingProgram):
             )
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
-        self._refuse_old(tensor, functools.partial(_overlap, tensor))
+        self._refuse_old(tensor, functools.partial(share_memory, tensor))
         return to_numpy(tensor)
 
     def refuse(self, what: str) -> NoReturn:
@@ -143,9 +143,11 @@ def _outside(storage: Storage) -> Any:
     return storage.form.fetched(array) if storage.form.memory is not None else array
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of the host have memory in common, as far as their bounds tell."""
-    if b.device.type != "cpu" or not (a.numel() and b.numel()):
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have memory in common; of the host's as far as their bounds tell."""
+    if is_ours(a) and is_ours(b):
+        return a._storage_ is b._storage_
+    if {a.device.type, b.device.type} != {"cpu"} or not (a.numel() and b.numel()):
         return False
     spans = []
     for tensor in (a, b):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
 import time
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,11 @@ from xla_dtensor.runtime.chips import chip_of
 from xla_dtensor.runtime.jax_runtime import own_device
 
 _COUNTS = ("traces", "compilations", "recompilations")
-_SECONDS = ("compile", "checkpoint", "checkpoint writing")
+_SECONDS = {
+    "compile/seconds": "compile",
+    "checkpoint/seconds": "checkpoint",
+    "checkpoint/writing_seconds": "checkpoint writing",
+}
 
 
 def to(where: Any, step: Any = None, *, every: int = 10, tokens: int | None = None) -> Metrics:
@@ -105,11 +111,10 @@ class Metrics:
         if every < 1:
             raise ValueError(f"xd.metrics.to(every={every}): give 1 or more")
         self._sink, self._step, self._every, self._tokens = sink(where), step, every, tokens
-        self._programs = weakref.WeakKeyDictionary[Any, _Known]()
+        self._reports = weakref.WeakKeyDictionary[Any, _Report]()
         self._values: dict[str, Any] = {}
-        self._steps = 0
         self._number: int | None = None
-        self._aside: dict[str, float] = {}
+        self._open: list[str] = []
         self._begin_window()
 
     def after_step(self, number: int, **values: Any) -> None:
@@ -130,21 +135,19 @@ class Metrics:
 
     @contextlib.contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """The block, an evaluation for example, isn't part of a step.
+        """The block, an evaluation for example, isn't part of a step: neither its time nor what the
+        step's programs do in it. Of blocks in blocks each has the time that no inner one has.
 
         Args:
             name: under which its seconds are told.
         """
-        memory.synchronize()
-        begin = time.monotonic()
-        timed = self._timed()
+        self._look()
+        self._open.append(name)
         try:
             yield
         finally:
-            memory.synchronize()
-            # Compilations and checkpoints in it are told by themselves.
-            taken = time.monotonic() - begin - (self._timed() - timed)
-            self._aside[name] = self._aside.get(name, 0.0) + taken
+            self._look()
+            self._open.pop()
 
     def close(self) -> None:
         """Tell what is left."""
@@ -161,28 +164,45 @@ class Metrics:
     # --- internals ---------------------------------------------------------------------------
 
     def _begin_window(self) -> None:
-        self._begin = time.monotonic()
-        self._before = {name: counters.seconds(name) for name in _SECONDS}
-        self._aside.clear()
-        self._steps = 0
+        self._before = {name: counters.seconds(name) for name in _SECONDS.values()}
+        self._aside: defaultdict[str, float] = defaultdict(float)
+        self._runs: Counter[Any] = Counter()
+        self._seconds, self._steps = 0.0, 0
+        self._looked = self._now()
 
-    def _since(self, name: str) -> float:
-        return counters.seconds(name) - self._before[name]
+    def _look(self) -> None:
+        """Give what has been since the last look to the steps, or to the innermost block that is
+        open: the time, less what this thread has compiled and saved in it, and programs' runs."""
+        memory.synchronize()
+        before, now = self._looked, self._now()
+        self._looked = now
+        # Of another thread than the last time it isn't known when it compiled.
+        waited = now.waited - before.waited if now.thread == before.thread else 0.0
+        taken = now.time - before.time - waited
+        if self._open:
+            self._aside[self._open[-1]] += taken
+            return
+        self._seconds += taken
+        # What the step has no longer has run, too.
+        for program in before.runs.keys() | now.runs.keys():
+            self._runs[program] += program.runs - before.runs.get(program, 0)
 
-    def _timed(self) -> float:
-        return counters.seconds("compile") + counters.seconds("checkpoint")
+    def _now(self) -> _Look:
+        programs = [] if self._step is None else self._step.programs()
+        return _Look(
+            thread=threading.get_ident(),
+            time=time.monotonic(),
+            waited=counters.own_seconds("compile", "checkpoint"),
+            runs={program: program.runs for program in programs},
+        )
 
     def _tell(self) -> None:
         own = {name: _number(name, value) for name, value in self._values.items()}
-        memory.synchronize()
-        waited = self._since("compile") + self._since("checkpoint") + sum(self._aside.values())
-        seconds = max(time.monotonic() - self._begin - waited, 0.0)
-        found = {**own, "step/seconds": seconds / self._steps, **self._of_programs(seconds)}
+        self._look()
+        found = {**own, "step/seconds": self._seconds / self._steps, **self._of_programs()}
         found |= {f"compile/{name}": counters.total(name) for name in _COUNTS}
         found |= {
-            "compile/seconds": self._since("compile"),
-            "checkpoint/seconds": self._since("checkpoint"),
-            "checkpoint/writing_seconds": self._since("checkpoint writing"),
+            **{key: counters.seconds(name) - self._before[name] for key, name in _SECONDS.items()},
             **{f"aside/{name}_seconds": taken for name, taken in self._aside.items()},
             **_memory(),
         }
@@ -192,14 +212,15 @@ class Metrics:
         self._values = {}
         self._begin_window()
 
-    def _of_programs(self, seconds: float) -> dict[str, float]:
-        """What the step's programs have done in these seconds."""
-        done = _Done()
-        for program in [] if self._step is None else self._step.programs():
-            known = self._programs.get(program)
-            if known is None:
-                known = self._programs[program] = _Known(self._step, program)
-            known.add(program, done)
+    def _of_programs(self) -> dict[str, float]:
+        """What the step's programs have done in the steps."""
+        done, seconds = _Done(), self._seconds
+        for program, runs in self._runs.items():
+            if runs:
+                report = self._reports.get(program)
+                if report is None:
+                    report = self._reports[program] = _Report(self._step, program)
+                report.add(runs, done)
         if self._tokens is not None:
             done.tokens = self._tokens * self._steps
         found: dict[str, float] = {}
@@ -213,6 +234,23 @@ class Metrics:
             if done.exposed is not None:
                 found["step/exposed_seconds"] = done.exposed / self._steps
         return found
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How things were at one time.
+
+    Attributes:
+        thread: that looked.
+        time: when.
+        waited: how long that thread had compiled and saved.
+        runs: how often the step's programs had run.
+    """
+
+    thread: int
+    time: float
+    waited: float
+    runs: dict[Any, int]
 
 
 @dataclass
@@ -236,8 +274,8 @@ class _Done:
     exposed: float | None = 0
 
 
-class _Known:
-    """A program's report, and how often it had run when it was last looked at."""
+class _Report:
+    """What a program does each time."""
 
     def __init__(self, step: Any, program: Any) -> None:
         report, frame = report_of(step, program), program.frame
@@ -247,13 +285,9 @@ class _Known:
         self._operations = report.flops / report.chips
         self._of_peak = None if chip is None else self._operations / (chip.flops / chip.devices)
         self._exposed = None if report.scheduled is None else sum(report.exposed.values())
-        self._runs = 0
 
-    def add(self, program: Any, done: _Done) -> None:
-        """Add what the program has done since then."""
-        runs, self._runs = program.runs - self._runs, program.runs
-        if not runs:
-            return
+    def add(self, runs: int, done: _Done) -> None:
+        """Add what so many runs do."""
         done.runs += runs
         done.operations += runs * self._operations
         done.moved += runs * self._moved

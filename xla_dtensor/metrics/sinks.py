@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +50,8 @@ def sink(where: Any) -> Sink:
 
 
 class JsonLines:
-    """A file with one JSON object in each line; lines are added to a file that is there.
+    """A file with one JSON object in each line; lines are added to a file that is there. What is no
+    finite number is null: JSON has no others.
 
     Args:
         path: of the file. Its folder is made.
@@ -60,7 +62,8 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, values: Mapping[str, float], step: int) -> None:
-        line = {"step": step, "time": round(time.time(), 3), **values}
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = {"step": step, "time": round(time.time(), 3), **numbers}
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")

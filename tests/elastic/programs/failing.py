@@ -1,9 +1,12 @@
-"""A training that raises: ``python -m tests.elastic.programs.failing FOLDER HOW``: "always", "once"
-or "never". Then it counts to ten in steps of a tenth of a second, with a checkpoint at the end.
+"""A training that raises: ``python -m tests.elastic.programs.failing FOLDER HOW PROCESSES``.
+
+How: "always", "once", "together" (all processes of the first start) or "never". Then it counts to
+ten in steps of a tenth of a second, with a checkpoint at the end.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +21,8 @@ def train(devices: int) -> None:
     times = len((folder / "calls").read_text().splitlines())
     if how == "always" or (how == "once" and times == 1):
         raise KeyError("no such thing")
+    if how == "together" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise KeyError("no such thing")
     counted = {"to": 0}
     with xd.checkpoint.CheckpointManager(folder / "disk", {"counted": counted}) as manager:
         for i in range(manager.restore(), 10):
@@ -30,4 +35,4 @@ def train(devices: int) -> None:
 
 
 if __name__ == "__main__":
-    xd.elastic.run(train)
+    xd.elastic.run(train, processes_per_host=int(sys.argv[3]))

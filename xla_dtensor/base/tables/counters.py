@@ -24,29 +24,40 @@ def total(name: str) -> int:
     return _counts[name]
 
 
-class _Inside(threading.local):
+class _Own(threading.local):
+    """This thread's: which blocks it is in, and how long it has been in which."""
+
     names: frozenset[str] = frozenset()
 
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
-_inside = _Inside()
+
+_own = _Own()
 
 
 @contextlib.contextmanager
 def timing(name: str) -> Iterator[None]:
     """Add the block's seconds to those of ``name``. Of nested blocks the outermost counts."""
-    names = _inside.names
+    names = _own.names
     if name in names:
         yield
         return
-    _inside.names, begin = names | {name}, time.monotonic()
+    _own.names, begin = names | {name}, time.monotonic()
     try:
         yield
     finally:
-        _inside.names = names
+        _own.names, taken = names, time.monotonic() - begin
+        _own.seconds[name] += taken
         with _lock:
-            _seconds[name] += time.monotonic() - begin
+            _seconds[name] += taken
 
 
 def seconds(name: str) -> float:
-    """How long the blocks of ``name`` have taken."""
+    """How long the blocks of ``name`` have taken, of all threads."""
     return _seconds.get(name, 0.0)
+
+
+def own_seconds(*names: str) -> float:
+    """How long this thread has been in the blocks of ``names``."""
+    return sum(_own.seconds.get(name, 0.0) for name in names)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from xla_dtensor.base import assertions, events, executor, interrupts
 from xla_dtensor.base.tables import counters
 from xla_dtensor.base.tables.cache import Cache
-from xla_dtensor.base.thread_state import in_blocks, tracing
+from xla_dtensor.base.thread_state import in_blocks, is_in_blocks, tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.call.retraces import ManyTraces
@@ -35,7 +35,7 @@ from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
 from xla_dtensor.compilation.trace.numbers import NumberChanged
-from xla_dtensor.errors import CompiledFileError, DataDependentError
+from xla_dtensor.errors import CompiledFileError, DataDependentError, UnsupportedOpError
 from xla_dtensor.execution import lazy
 from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import abstract
@@ -98,6 +98,12 @@ class CompiledStep(BaseStep):
         if self._buckets is not None:
             args, kwargs, padding = self._buckets.padded(args, kwargs, pad=not inner)
         if inner:
+            if self._in_blocks and not is_in_blocks():
+                raise UnsupportedOpError(
+                    f'{self._name()} was compiled with xd.config.reproducible = "across meshes", '
+                    "and is called in a step (or JAX program) that wasn't, whose bits depend on "
+                    "the mesh: compile that one with the switch, too"
+                )
             return self._function(*args, **kwargs)  # part of the step around it
         if abstract.current() is not None:
             return called_without_data(self, args, kwargs)
