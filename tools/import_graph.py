@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("dispatch", "layouts"),
     ("movement", "blocks"),
-    ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
+    ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights", "ragged"),
     ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
     ("debug", "tuning", "metrics"),
     ("integration",),

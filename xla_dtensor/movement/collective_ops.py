@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.numbers.row_counts import executor, has_counts
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
@@ -88,6 +89,8 @@ def _reduce_scatter_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> A
 @handles(f"{_NS}all_to_all_single.default")
 def _all_to_all(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, outputs, inputs, group = args
+    if has_counts(outputs) or has_counts(inputs):
+        return executor().run(func, args, kwargs)
     if len({*outputs, *inputs}) > 1:
         raise UnsupportedOpError(
             f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: pieces of one size "

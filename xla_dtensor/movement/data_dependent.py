@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.numbers.row_counts import is_count
 from xla_dtensor.dispatch.host_copies import to_cpu
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.execution.on_host import refuse_varying
@@ -121,7 +122,8 @@ def _traced_repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> A
 @handles("aten::repeat_interleave.Tensor")
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given, counts may differ from device to device: each has so many rows."""
-    own_counts = kwargs.get("output_size") is not None and args[0]._form.varying
+    size = kwargs.get("output_size")
+    own_counts = size is not None and (args[0]._form.varying or is_count(size))
     return NotImplemented if own_counts else by_cpu_torch(func, args, kwargs)
 
 
