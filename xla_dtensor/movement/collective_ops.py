@@ -93,10 +93,10 @@ def _all_to_all(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return executor().run(func, args, kwargs)
     if len({*outputs, *inputs}) > 1:
         raise UnsupportedOpError(
-            f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: pieces of one size "
-            "alone, because a per-device tensor has the same shape on every device: pad them, or "
-            "send them through buffers of one size, with the counts as a tensor "
-            "(xd.row_exchange.send)"
+            f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: numbers in Python "
+            "are the same on all devices, and then what each sends to another is what it gets only "
+            "if all are one number. Sizes that differ from device to device are a tensor's, "
+            "counts.tolist(); or pad the pieces (xd.row_exchange.send)"
         )
     return _run(func, "all_to_all", tensor, group)
 

@@ -81,7 +81,8 @@ _TRUTHS = ("aten::equal.default", "aten::allclose.default")
 _INSTEAD = {
     "aten::bincount": "torch.zeros(n, dtype=torch.int64, device=x.device)"
     ".scatter_add(0, x, torch.ones_like(x)) has n entries",
-    "aten::repeat_interleave": "with output_size= it is known",
+    "aten::repeat_interleave": "with output_size= it is known: a number, or sum(counts.tolist()) "
+    "of which torch._check(n <= most) says what it is at most",
     "aten::nonzero": "torch.nonzero_static(x, size=n) has n entries",
     "aten::index": "torch.where and masked_fill keep the shape",
     "aten::index_put": "values that broadcast, x[mask] = 0, need no count",

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.base.torch_private.attributes import schema_of
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.ragged.tensor import RaggedTensor, filled, refuse
 from xla_dtensor.ragged.values import node_of, number_of, scalar, valid
@@ -59,8 +61,13 @@ def bound_of(number: Any) -> int:
     """
     most = node_of(number).most()
     if most is None:
-        number.node.guard_int("", 0)  # raises
-    return most  # type: ignore[return-value]
+        raise DataDependentError(
+            f"a tensor of {node_of(number).str()} places, a number that is a value on the devices "
+            f"(of tolist()), of which nothing says how large it is at most{user_line()}\nA program "
+            "has room for a number of rows that is known: say torch._check(n <= most) of the "
+            "number before. Of what all_to_all_single and split have been given it is known"
+        )
+    return most
 
 
 def resized(buffer: Any, dim: int, bound: int) -> Any:
@@ -75,7 +82,7 @@ def resized(buffer: Any, dim: int, bound: int) -> Any:
 def masked(tensor: RaggedTensor, value: float = 0) -> Any:
     """The buffer with ``value`` behind the rows."""
     buffer = filled(tensor)
-    mask = valid(torch.SymInt(tensor.rows), buffer.shape[tensor.dim], buffer.ndim, tensor.dim)
+    mask = valid(torch.SymInt(tensor.rows), buffer.shape[tensor.along], buffer.ndim, tensor.along)
     return torch.where(mask, buffer, torch.full((), value, dtype=buffer.dtype, device="xla"))
 
 
@@ -121,14 +128,14 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if schema_of(func).is_mutable and any(t.copied for t in own):
         refuse(own[0], f"{name}, a write to a part", "a part of so many rows is a copy: clone() it")
     rows = same_rows(own, name)
-    bound = min(filled(t).shape[t.dim] for t in own)
+    bound = min(filled(t).shape[t.along] for t in own)
 
     def buffer(t: Any, value: float | None = None) -> Any:
         if is_count(t):
             return bound if node_of(t).same(rows) else bound_of(t)
         if not isinstance(t, RaggedTensor):
             return t
-        return resized(filled(t) if value is None else masked(t, value), t.dim, bound)
+        return resized(filled(t) if value is None else masked(t, value), t.along, bound)
 
     out_shapes, dims = _asked(func, args, kwargs, own, buffer, name)
     fill = 0 if any(isinstance(p, Partial) for p in dims) else None
@@ -201,7 +208,7 @@ def _asked(
     def info_of_tensor(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return buffer(t)
-        placement = Shard(t.dim) if isinstance(t, RaggedTensor) else Replicate()
+        placement = Shard(t.along) if isinstance(t, RaggedTensor) else Replicate()
         return TensorInfo(tuple(buffer(t).shape), (placement,), t.dtype)
 
     on_meta = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}

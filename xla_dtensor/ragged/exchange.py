@@ -39,7 +39,7 @@ def exchange(
             f"all_to_all_single with {len(input_sizes)} sizes to send and {len(output_sizes)} to "
             f"receive, in a group of {group.size()} devices: one for each{user_line()}"
         )
-    dim = tensor.dim if isinstance(tensor, RaggedTensor) else 0
+    dim = tensor.along if isinstance(tensor, RaggedTensor) else 0
     if dim:
         raise UnsupportedOpError("all_to_all_single sends rows, and dim 0 has one length here")
     total = _total(input_sizes)

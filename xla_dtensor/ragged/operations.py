@@ -12,7 +12,7 @@ from xla_dtensor.base.numbers import row_counts
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.mesh.group import resolve_group
 from xla_dtensor.plans.ops import info_of
-from xla_dtensor.ragged import by_rule
+from xla_dtensor.ragged import by_rule, in_steps
 from xla_dtensor.ragged.by_rule import (
     WAY,
     bound_of,
@@ -26,9 +26,17 @@ from xla_dtensor.ragged.by_rule import (
 from xla_dtensor.ragged.exchange import exchange
 from xla_dtensor.ragged.on_host import CountsOnHost, stays
 from xla_dtensor.ragged.tensor import RaggedTensor, filled, let_run, refuse
-from xla_dtensor.ragged.values import check, check_most, node_of, number_of, scalar, vector
+from xla_dtensor.ragged.values import (
+    check,
+    check_most,
+    node_of,
+    number_of,
+    scalar,
+    shown,
+    vector,
+)
 
-__all__ = ["check_most", "install", "on_host", "run", "stays"]
+__all__ = ["check_most", "install", "on_host", "run", "shown", "stays"]
 
 on_host = CountsOnHost
 
@@ -60,6 +68,7 @@ def install() -> None:
     """Let them be executed."""
     row_counts.let(sys.modules[__name__])
     let_run(run)
+    in_steps.install()
 
 
 # --- collectives -----------------------------------------------------------------------------------
@@ -79,7 +88,7 @@ def _same(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     if tensor.buffer is None:
         refuse(tensor, "reading it", WAY)
-    return RaggedTensor(tensor.buffer, tensor.dim, tensor.rows, tensor.copied)
+    return RaggedTensor(tensor.buffer, tensor.along, tensor.rows, tensor.copied)
 
 
 # --- factories -------------------------------------------------------------------------------------
@@ -121,7 +130,7 @@ def _arange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _like(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     made = func(filled(tensor), *args[1:], **kwargs)
-    return RaggedTensor(made, tensor.dim, tensor.rows)
+    return RaggedTensor(made, tensor.along, tensor.rows)
 
 
 def _plain(tensor: Any) -> Any:
@@ -139,7 +148,7 @@ def _plain(tensor: Any) -> Any:
 def _expand(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[0], list(args[1])
     more = len(sizes) - tensor.ndim
-    own = tensor.dim + more if isinstance(tensor, RaggedTensor) else None
+    own = tensor.along + more if isinstance(tensor, RaggedTensor) else None
     rows = None if own is None else tensor.rows
     dim = own
     for i, size in enumerate(sizes):
@@ -202,7 +211,7 @@ def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[:2]
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % tensor.ndim
     if not any(map(is_count, sizes)):
-        if isinstance(tensor, RaggedTensor) and dim == tensor.dim:
+        if isinstance(tensor, RaggedTensor) and dim == tensor.along:
             refuse(tensor, "split into parts of known sizes", WAY)
         return NotImplemented
     start = CountNode({}, 0)
@@ -215,7 +224,7 @@ def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_rows(tensor: Any, dim: int, total: CountNode, message: str) -> None:
-    own = isinstance(tensor, RaggedTensor) and tensor.dim == dim
+    own = isinstance(tensor, RaggedTensor) and tensor.along == dim
     rows = tensor.rows if own else CountNode({}, tensor.shape[dim])
     same = rows.same(total)
     if same is False:
@@ -238,7 +247,7 @@ def _slice(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dim = given.get("dim", 0) % tensor.ndim
     start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
     start = 0 if start is None else start
-    own = isinstance(tensor, RaggedTensor) and tensor.dim == dim
+    own = isinstance(tensor, RaggedTensor) and tensor.along == dim
     if not own and not is_count(start) and not is_count(end):
         return NotImplemented
     rows = tensor.rows if own else CountNode({}, tensor.shape[dim])
@@ -252,7 +261,7 @@ def _slice(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _cut(tensor: Any, dim: int, start: CountNode, rows: CountNode) -> Any:
-    own = isinstance(tensor, RaggedTensor) and tensor.dim == dim
+    own = isinstance(tensor, RaggedTensor) and tensor.along == dim
     total = tensor.rows if own else CountNode({}, tensor.shape[dim])
     end = start.add(rows)
     if end.same(total) is not True:
@@ -267,9 +276,9 @@ def _cat(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = list(args[0])
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % tensors[0].ndim
     own = [t for t in tensors if isinstance(t, RaggedTensor)]
-    if not any(t.dim == dim for t in own):
+    if not any(t.along == dim for t in own):
         return NotImplemented
-    if any(t.dim != dim for t in own):
+    if any(t.along != dim for t in own):
         refuse(own[0], "cat with one that has so many places in another dim", WAY)
     rows = [
         t.rows if isinstance(t, RaggedTensor) else CountNode({}, t.shape[dim]) for t in tensors
@@ -316,20 +325,20 @@ def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _places(index: Any, of: Any, dim: int) -> Any:
     """Indices into a dim, those behind the rows made 0, those from the end counted from there."""
     places = masked(index) if isinstance(index, RaggedTensor) else index
-    if isinstance(of, RaggedTensor) and of.dim == dim:
+    if isinstance(of, RaggedTensor) and of.along == dim:
         places = torch.where(places < 0, places + scalar(torch.SymInt(of.rows)), places)
     return places
 
 
 def _gathered(tensor: Any, dim: int, index: Any, gather: Callable[[Any, Any], Any]) -> Any:
-    if isinstance(tensor, RaggedTensor) and tensor.dim != dim:
+    if isinstance(tensor, RaggedTensor) and tensor.along != dim:
         if isinstance(index, RaggedTensor):
             refuse(tensor, "a gather by so many indices along another dim", WAY)
-        return ragged(gather(filled(tensor), index), tensor.dim, tensor.rows)
+        return ragged(gather(filled(tensor), index), tensor.along, tensor.rows)
     found = gather(_plain(tensor), _places(index, tensor, dim))
     if not isinstance(index, RaggedTensor):
         return found
-    return RaggedTensor(found, dim + index.dim, index.rows)
+    return RaggedTensor(found, dim + index.along, index.rows)
 
 
 @_takes("index_select")
@@ -361,7 +370,7 @@ def _index_put(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     dim, index = _one_index(tensor, indices)
-    if isinstance(tensor, RaggedTensor) and tensor.dim != dim:
+    if isinstance(tensor, RaggedTensor) and tensor.along != dim:
         refuse(tensor, "writing to indices of another dim", WAY)
     buffer, values = _written(tensor, dim, index, values)
     places = _places(index, tensor, dim)
@@ -387,7 +396,7 @@ def _written(tensor: Any, dim: int, index: Any, values: Any) -> tuple[Any, Any]:
         if not isinstance(index, RaggedTensor):
             refuse(values, "writing it to a known number of indices", WAY)
         same_rows([index, values], "writing by indices")
-        values = resized(masked(values), values.dim, filled(index).shape[0])
+        values = resized(masked(values), values.along, filled(index).shape[0])
     return _plain(tensor), values
 
 
@@ -399,14 +408,14 @@ def _result(func: Any, tensor: Any, buffer: Any, found: Any) -> Any:
             refuse(tensor, "a write to a part", "a part of so many rows is a copy: clone() it")
         buffer.copy_(found)
         return tensor
-    return RaggedTensor(found, tensor.dim, tensor.rows) if ragged_tensor else found
+    return RaggedTensor(found, tensor.along, tensor.rows) if ragged_tensor else found
 
 
 @_takes("index_add", "index_add_")
 def _index_add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, dim, index, source = args[:4]
     dim %= tensor.ndim
-    if isinstance(tensor, RaggedTensor) and tensor.dim != dim:
+    if isinstance(tensor, RaggedTensor) and tensor.along != dim:
         return NotImplemented
     buffer, source = _written(tensor, dim, index, source)
     add = torch.ops.aten.index_add.default
@@ -418,11 +427,11 @@ def _index_add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _scatter_add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, dim, index, source = args
     dim %= tensor.ndim
-    if not isinstance(index, RaggedTensor) or index.dim != dim:
+    if not isinstance(index, RaggedTensor) or index.along != dim:
         return NotImplemented
     buffer, source = _written(tensor, dim, index, source)
-    room = source.shape[index.dim]
-    places = resized(_places(index, tensor, dim), index.dim, room)
+    room = source.shape[index.along]
+    places = resized(_places(index, tensor, dim), index.along, room)
     found = torch.ops.aten.scatter_add.default(buffer, dim, places, source)
     return _result(func, tensor, buffer, found)
 
@@ -431,12 +440,12 @@ def _scatter_add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _gather(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = args[:3]
     dim %= tensor.ndim
-    if not isinstance(index, RaggedTensor) or index.dim != dim:
+    if not isinstance(index, RaggedTensor) or index.along != dim:
         return NotImplemented
-    if isinstance(tensor, RaggedTensor) and tensor.dim != dim:
+    if isinstance(tensor, RaggedTensor) and tensor.along != dim:
         return NotImplemented
     found = func(_plain(tensor), dim, _places(index, tensor, dim), *args[3:], **kwargs)
-    return RaggedTensor(found, index.dim, index.rows)
+    return RaggedTensor(found, index.along, index.rows)
 
 
 # --- products by groups, running sums --------------------------------------------------------------
@@ -448,22 +457,37 @@ def _grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     left, right = args[:2]
     own = [t for t in leaves_of((args, kwargs)) if isinstance(t, RaggedTensor)]
     rows = same_rows(own, "_grouped_mm")
-    bound = min(filled(t).shape[t.dim] for t in own)
+    bound = min(filled(t).shape[t.along] for t in own)
     given = mapped(
         (list(args), kwargs),
-        lambda t: resized(masked(t), t.dim, bound) if isinstance(t, RaggedTensor) else t,
+        lambda t: resized(masked(t), t.along, bound) if isinstance(t, RaggedTensor) else t,
     )
     found = func(*given[0], **given[1])
-    by_rows = left.ndim == 2 and right.ndim == 3 and left.dim == 0
+    by_rows = left.ndim == 2 and right.ndim == 3 and left.along == 0
     summed = left.ndim == 2 and right.ndim == 2 and len(own) == 2
-    summed = summed and (left.dim, right.dim) == (1, 0)
+    summed = summed and (left.along, right.along) == (1, 0)
     if not by_rows and not summed:
         refuse(own[0], "_grouped_mm with so many places of another dim", WAY)
     return RaggedTensor(found, 0, rows) if by_rows else found
+
+
+@_takes("mean")
+def _mean(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A sum, divided by how many there are."""
+    given = {**dict(zip(("self", "dim", "keepdim"), args, strict=False)), **kwargs}
+    tensor, dims = given.pop("self"), given.pop("dim", None)
+    dims = sorted(dim % tensor.ndim for dim in (dims or range(tensor.ndim)))
+    if tensor.along not in dims:
+        return NotImplemented
+    total = by_rule.run(torch.ops.aten.sum.dim_IntList, (tensor, dims), given)
+    count = CountNode({}, 1)
+    for dim in dims:
+        count = count.mul(tensor.rows if dim == tensor.along else CountNode({}, tensor.shape[dim]))
+    return total / scalar(torch.SymInt(count)).to(total.dtype)
 
 
 @_takes("cumsum", "cumprod")
 def _running(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What comes behind a row is no part of it."""
     tensor = args[0]
-    return RaggedTensor(func(filled(tensor), *args[1:], **kwargs), tensor.dim, tensor.rows)
+    return RaggedTensor(func(filled(tensor), *args[1:], **kwargs), tensor.along, tensor.rows)

@@ -33,13 +33,13 @@ class RaggedTensor(torch.Tensor):
     Attributes:
         buffer: an xla tensor, with room for all there may be; None before anything is known of
             how many that are (``new_empty``), which is to be written as a whole.
-        dim: the dim.
+        along: the dim.
         rows: how many places of it are meant.
         copied: whether torch takes it for a view and it is a copy, which mustn't be written to.
     """
 
     buffer: Any
-    dim: int
+    along: int
     rows: CountNode
     copied: bool
 
@@ -61,7 +61,7 @@ class RaggedTensor(torch.Tensor):
         made = make_wrapper_subclass(
             cls, sizes, strides=strides, dtype=model.dtype, device=torch.device("xla:0")
         )
-        made.buffer, made.dim, made.rows, made.copied = buffer, dim, rows, copied
+        made.buffer, made.along, made.rows, made.copied = buffer, dim, rows, copied
         return made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ class RaggedTensor(torch.Tensor):
         values = filled(self).detach().local_values()
         counts = vector([torch.SymInt(self.rows)]).local_values()
         return [
-            value.narrow(self.dim, 0, int(count))
+            value.narrow(self.along, 0, int(count))
             for value, count in zip(values, counts, strict=True)
         ]
 

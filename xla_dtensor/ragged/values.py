@@ -66,3 +66,10 @@ def check(holds: Any, message: str) -> None:
 def check_most(node: CountNode, most: int) -> None:
     """Assert that a number is at most so much (``torch._check(n <= 64)``)."""
     check(scalar(torch.SymInt(node)) <= most, f"a number of rows is above {most}, its bound")
+
+
+def shown(node: CountNode) -> str:
+    """What each device has, as a text."""
+    counts = vector([torch.SymInt(node)])
+    values = counts.local_values() if counts._form.varying else [counts.cpu()]
+    return f"<{', '.join(str(int(value)) for value in values)}>"

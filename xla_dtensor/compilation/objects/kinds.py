@@ -25,6 +25,8 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, is_strict, own_of
 from xla_dtensor.compilation.objects.found import ATOMS, content_of, is_atom
 from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, attribute_spots, give, unplaced
+from xla_dtensor.base.numbers.row_counts import CountNode, Counts, is_count
+from xla_dtensor.compilation.objects.kinds_of_counts import COUNT, COUNTS
 from xla_dtensor.compilation.objects.kinds_of_code import (
     BUILTIN,
     CELL,
@@ -269,6 +271,8 @@ _OF_SUBCLASSES: tuple[tuple[Any, ObjectKind | None], ...] = (
 
 @functools.lru_cache(4096)
 def _kind_of_class(cls: Any) -> ObjectKind | None:
+    if cls in _OWN:
+        return _OWN[cls]
     if is_strict(cls) or issubclass(cls, _LEAVES):
         return None
     if cls in _OF_CLASS:
@@ -288,6 +292,22 @@ def _kind_of_class(cls: Any) -> ObjectKind | None:
 _OF_ATTRIBUTES: list[type] = []
 
 
+# Classes of this package's own.
+OF_COUNTS = (COUNT, COUNTS)
+_OWN: dict[type, ObjectKind] = {CountNode: COUNT, Counts: COUNTS}
+
+
+def own_class(cls: type, kind: ObjectKind) -> None:
+    """Objects of a class of this package's own are taken apart so, tensors too."""
+    _OWN[cls] = kind
+    _kind_of_class.cache_clear()
+
+
+def is_own_class(cls: type) -> bool:
+    """Whether it is such a class."""
+    return cls in _OWN
+
+
 def made_of_attributes(*classes: type) -> None:
     """Objects of these classes and of those derived from them are their attributes and no more:
     as arguments they are taken apart, as dataclasses are, rather than told by identity."""
@@ -302,6 +322,8 @@ def kind_of(value: Any) -> ObjectKind | None:
     if kind is None:
         if cls in pytree.SUPPORTED_NODES:  # registered since `_kind_of_class` was cached
             return REGISTERED
+        if cls is torch.SymInt and is_count(value):
+            return COUNT
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None
         if cls is types.BuiltinMethodType and not isinstance(value.__self__, _NOT_BOUND):
