@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.numbers.row_counts import executor, has_counts
+from xla_dtensor.base.numbers.row_comparisons import executor
+from xla_dtensor.base.numbers.row_counts import has_counts
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group

@@ -8,18 +8,19 @@ behind. So the buffers are computed with, and the result has as many rows. Where
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
-from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.ragged.tensor import RaggedTensor, filled, refuse
-from xla_dtensor.ragged.values import node_of, number_of, scalar, valid
+from xla_dtensor.ragged.values import node_of, scalar, valid
 from xla_dtensor.rules import TensorInfo, infer
 
 # Operations whose sums over rows get nothing of rows of zeros.
@@ -119,7 +120,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         DataDependentError: the rule says that it isn't a matter of each row.
     """
     name = info_of(func).name
+    numbers = [a.name for a in schema_of(func).arguments if str(a.type) == "number"]
+    by_name = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False))
+    as_scalar = any(is_count({**by_name, **kwargs}.get(number)) for number in numbers)
     args, kwargs = _with_tensors(func, args, kwargs)
+    if as_scalar:  # the overload that takes a tensor there
+        return func.overloadpacket(*args, **kwargs)
     tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)]
     own = [t for t in tensors if isinstance(t, RaggedTensor)]
     if not own:
@@ -169,15 +175,14 @@ def _scaled(tensor: Any, rows: CountNode, size: int, bound: int, name: str) -> C
     """How many places of a result's dim are meant, where a view has taken others together."""
     if size == bound:
         return rows
-    if not bound or size * math_gcd(rows) % bound:
+    if not bound or size * _common(rows) % bound:
         refuse(tensor, f"{name}, which takes rows together", WAY)
     terms = {entry: n * size // bound for entry, n in rows.terms_of.items()}
     return CountNode(terms, rows.constant * size // bound)
 
 
-def math_gcd(rows: CountNode) -> int:
+def _common(rows: CountNode) -> int:
     """What divides the number whatever its entries are."""
-    import math
 
     return math.gcd(*rows.terms_of.values(), rows.constant)
 
@@ -217,7 +222,7 @@ def _asked(
     given = mapped(args, info_of_tensor), mapped(kwargs, info_of_tensor)
     said = infer(func, tuple(given[0]), given[1], shapes, (1,))
     if said is None or said.exchanges:
-        refuse(own[0], name, WAY)
+        return refuse(own[0], name, WAY)
     infos = [t for t in leaves_of(given) if isinstance(t, TensorInfo)]
     if [t.placements for t in infos] != [tuple(p) for p in said.inputs]:
         refuse(own[0], name, WAY)
@@ -234,8 +239,3 @@ def _asked(
 def unwrapped(tensor: Any) -> Any:
     """The buffer of a tensor of so many rows, zeros behind them; others as they are."""
     return masked(tensor) if isinstance(tensor, RaggedTensor) else tensor
-
-
-def size_as_number(size: Any) -> Any:
-    """A size as an int where it is known."""
-    return number_of(size.node) if is_count(size) else size

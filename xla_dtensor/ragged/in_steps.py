@@ -1,4 +1,4 @@
-"""How compiled steps take tensors of so many rows apart, as arguments and as what they give away."""
+"""How compiled steps take tensors of so many rows apart, arguments and what they give away."""
 
 from __future__ import annotations
 

@@ -7,16 +7,13 @@ or that a compiled step computes, stays on the devices, and gives `row_counts` f
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from xla_dtensor.base import executor, interrupts, recomputation
-from xla_dtensor.base.numbers.row_counts import Counts
+from xla_dtensor.base import executor, interrupts
+from xla_dtensor.base.numbers.counts import Counts, asked_before
+from xla_dtensor.base.numbers.row_counts import numbers_of
 from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.plans.ops import info_of
@@ -32,10 +29,7 @@ def stays(tensor: Any) -> bool:
         return False
     if form.meta or form.has_own_value:
         return False
-    trace = executor.trace()
-    if trace is None:
-        return bool(form.varying)
-    return constant_recipe(tensor) is None
+    return bool(form.varying) if executor.current().has_values else constant_recipe(tensor) is None
 
 
 class CountsOnHost(torch.Tensor):
@@ -77,13 +71,13 @@ class CountsOnHost(torch.Tensor):
 
     def value(self) -> torch.Tensor:
         """The value, which raises where there is none."""
-        return executor.current().on_host(self.there)  # type: ignore[no-any-return]
+        return executor.current().on_host(self.there)
 
     def tolist(self) -> Any:
         """Numbers of rows, in lists."""
         if self.dtype.is_floating_point or self.dtype is torch.bool:
             return self.value().tolist()
-        numbers = asked(self.there).numbers()
+        numbers = numbers_of(asked(self.there))
         if not self.ndim:
             return numbers[0]
         for size in reversed(self.shape[1:]):
@@ -122,49 +116,13 @@ class CountsOnHost(torch.Tensor):
         return float(self.value())
 
 
-class _Link:
-    """What was asked for, and what was asked for after it."""
-
-    def __init__(self, counts: Counts | None) -> None:
-        self.counts = None if counts is None else weakref.ref(counts)
-        self.next: _Link | None = None
-
-
-class _State(threading.local):
-    last = _Link(None)
-    again: _Link | None = None
-
-
-_state = _State()
-
-
 def asked(tensor: Any) -> Counts:
-    """The counts that Python asks for. A block that ``torch.utils.checkpoint`` computes again is
-    given those that it was given first: torch compares sizes, and gradients of the first come to
-    what is computed again."""
-    if _state.again is not None and _state.again.next is not None:
-        _state.again = _state.again.next
-        found = _state.again.counts and _state.again.counts()
-        if found is not None and len(found.tensor) == tensor.numel():
-            return found
+    """The counts that Python asks for, as they are now: somebody may write to the tensor."""
+    again = asked_before(tensor.numel())
+    if again is not None:
+        return again
     with torch.no_grad():
-        # As it is now: somebody may write to it.
-        counts = Counts(tensor.detach().to(torch.int64).reshape(-1).clone())
-    _state.last.next = link = _Link(counts)
-    _state.last = link
-    return counts
-
-
-@contextmanager
-def _restored(link: _Link) -> Iterator[None]:
-    before, _state.again = _state.again, link
-    try:
-        yield
-    finally:
-        _state.again = before
-
-
-recomputation.watchers.append((lambda: _state.last, _restored))
+        return Counts(tensor.detach().to(torch.int64).reshape(-1).clone())
 
 
 def _on_host(value: Any) -> Any:

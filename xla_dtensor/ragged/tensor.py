@@ -1,8 +1,8 @@
 """`RaggedTensor`: on each device the first so many rows of a buffer of one size.
 
-To torch its size is a symbolic number, so that torch's formulas (what ``expand`` undoes, what a mean
-divides by) are given the true one. What is behind the rows has no meaning: `by_rule` sees to it that
-nothing which is computed depends on it.
+To torch its size is a symbolic number, so that torch's formulas (what ``expand`` undoes, what a
+mean divides by) are given the true one. What is behind the rows has no meaning: `by_rule` sees to
+it that nothing which is computed depends on it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.numbers.row_counts import CountNode, Counts, is_count
+from xla_dtensor.base.numbers.counts import Counts
+from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.execution.value_checks import assert_true
 
 

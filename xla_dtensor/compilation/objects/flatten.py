@@ -32,14 +32,13 @@ from xla_dtensor.compilation.objects.kind import ObjectKind
 from xla_dtensor.compilation.objects.kinds import (
     BUFFER,
     DATACLASS,
-    OF_COUNTS,
+    OWN_KINDS,
     PLAIN_DICT,
     PLAIN_LIST,
     RECORD,
     REGISTERED,
     TAGGED,
     TUPLE,
-    is_own_class,
     kind_of,
 )
 from xla_dtensor.compilation.objects.kinds_of_code import GENERATOR, ITERATOR, ITERATORS
@@ -194,7 +193,7 @@ class MadeObjects:
         """How an object is taken apart; None for a leaf."""
         cls = type(value)
         kind = kind_of(value)
-        if kind in OF_COUNTS or is_own_class(cls):
+        if kind in OWN_KINDS:
             return kind
         if issubclass(cls, torch.Tensor):
             return TAGGED if Attributes(value, "").content() and self._is_own(value) else None

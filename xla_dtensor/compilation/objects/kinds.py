@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
 
+from xla_dtensor.base.numbers.counts import Counts
+from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.base.tables.keys import exact, freeze
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, is_strict, own_of
 from xla_dtensor.compilation.objects.found import ATOMS, content_of, is_atom
 from xla_dtensor.compilation.objects.kind import ObjectKind, Spot, attribute_spots, give, unplaced
-from xla_dtensor.base.numbers.row_counts import CountNode, Counts, is_count
-from xla_dtensor.compilation.objects.kinds_of_counts import COUNT, COUNTS
 from xla_dtensor.compilation.objects.kinds_of_code import (
     BUILTIN,
     CELL,
@@ -40,6 +40,7 @@ from xla_dtensor.compilation.objects.kinds_of_code import (
     IteratorArgument,
     is_its_code,
 )
+from xla_dtensor.compilation.objects.kinds_of_counts import COUNT, COUNTS
 from xla_dtensor.compilation.objects.places import (
     MISSING,
     Attributes,
@@ -293,19 +294,15 @@ _OF_ATTRIBUTES: list[type] = []
 
 
 # Classes of this package's own.
-OF_COUNTS = (COUNT, COUNTS)
+OWN_KINDS = [COUNT, COUNTS]
 _OWN: dict[type, ObjectKind] = {CountNode: COUNT, Counts: COUNTS}
 
 
 def own_class(cls: type, kind: ObjectKind) -> None:
     """Objects of a class of this package's own are taken apart so, tensors too."""
     _OWN[cls] = kind
+    OWN_KINDS.append(kind)
     _kind_of_class.cache_clear()
-
-
-def is_own_class(cls: type) -> bool:
-    """Whether it is such a class."""
-    return cls in _OWN
 
 
 def made_of_attributes(*classes: type) -> None:

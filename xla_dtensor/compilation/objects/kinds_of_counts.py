@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.numbers.row_counts import CountNode, Counts
+from xla_dtensor.base.numbers.counts import Counts
+from xla_dtensor.base.numbers.row_counts import CountNode
 from xla_dtensor.compilation.objects.kind import ObjectKind
 
 
