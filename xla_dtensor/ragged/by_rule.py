@@ -30,6 +30,7 @@ _SUMS = frozenset(
         *("native_layer_norm_backward", "_fused_rms_norm_backward", "embedding_dense_backward"),
     }
 )
+_DIVIDING = ("div", "remainder", "fmod")
 WAY = (
     "What works are operations on each row, sums over rows, products, gathers and scatters by "
     "rows, split and cat; else compute in buffers of one size, with a mask (xd.row_exchange)"
@@ -129,8 +130,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)]
     own = [t for t in tensors if isinstance(t, RaggedTensor)]
     if not own:
-        # It was only given a number, which is a tensor now.
-        return func(*args, **kwargs)
+        if any(map(is_count, leaves_of((args, kwargs)))):
+            raise DataDependentError(
+                f"{name} with a number of rows that is a value on the devices (of tolist())"
+                f"{user_line()}\n{WAY}"
+            )
+        return func(*args, **kwargs)  # the number is a tensor now
     if schema_of(func).is_mutable and any(t.copied for t in own):
         refuse(own[0], f"{name}, a write to a part", "a part of so many rows is a copy: clone() it")
     rows = same_rows(own, name)
@@ -147,9 +152,13 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fill = 0 if any(isinstance(p, Partial) for p in dims) else None
     pointwise = torch.Tag.pointwise in func.tags
 
+    mutable, divides = schema_of(func).is_mutable, any(word in name for word in _DIVIDING)
+
     def given(t: Any) -> Any:
-        whole = not pointwise and isinstance(t, RaggedTensor) and not t.dtype.is_floating_point
-        return buffer(t, 0 if whole and not schema_of(func).is_mutable else fill)
+        if not isinstance(t, RaggedTensor) or t.dtype.is_floating_point or mutable:
+            return buffer(t, fill)
+        # Where integers are looked at: indices, and what is divided by.
+        return buffer(t, 1 if divides else fill if pointwise else 0)
 
     results = func(*mapped(args, given), **mapped(kwargs, given))
     flat = iter(zip(out_shapes, dims, strict=True))
@@ -217,7 +226,10 @@ def _asked(
         return TensorInfo(tuple(buffer(t).shape), (placement,), t.dtype)
 
     on_meta = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
-    metas = leaves_of(func(*mapped(args, shape_of), **mapped(on_meta, shape_of)))
+    try:
+        metas = leaves_of(func(*mapped(args, shape_of), **mapped(on_meta, shape_of)))
+    except RuntimeError as error:  # also where torch has no formula of shapes
+        return refuse(own[0], f"{name} ({error})", WAY)
     shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in metas]
     given = mapped(args, info_of_tensor), mapped(kwargs, info_of_tensor)
     said = infer(func, tuple(given[0]), given[1], shapes, (1,))

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.base.numbers import row_comparisons
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
+from xla_dtensor.errors import XlaDTensorError
 from xla_dtensor.mesh.group import resolve_group
 from xla_dtensor.plans.ops import info_of
 from xla_dtensor.ragged import (
@@ -53,7 +54,15 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if found is not NotImplemented:
             return found
     if info.composition is not None:
-        return info.composition(*args, **kwargs)
+        try:
+            return info.composition(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, XlaDTensorError):
+                raise
+            own = [t for t in leaves_of((args, kwargs)) if isinstance(t, RaggedTensor)]
+            if not own:
+                raise
+            refuse(own[0], f"{info.name} ({error})", WAY)
     return by_rule.run(func, args, kwargs)
 
 

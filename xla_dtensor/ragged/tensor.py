@@ -80,8 +80,10 @@ class RaggedTensor(torch.Tensor):
         Returns:
             a CPU tensor for each device, of as many rows as it has.
         """
-        values = filled(self).detach().local_values()
         counts = vector([torch.SymInt(self.rows)]).local_values()
+        buffer = filled(self).detach()
+        varies = bool(buffer._form.varying)
+        values = buffer.local_values() if varies else [buffer.cpu()] * len(counts)
         return [
             value.narrow(self.along, 0, int(count))
             for value, count in zip(values, counts, strict=True)
