@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch", "layouts"),
     ("movement", "blocks"),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
-    ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic"),
+    ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic", "ragged"),
     ("debug", "tuning", "metrics"),
     ("integration",),
     ("ecosystem",),

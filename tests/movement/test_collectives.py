@@ -492,7 +492,7 @@ ERRORS: dict[str, Bad] = {
     "uneven splits": (
         lambda x, m, g: funcol.all_to_all_single(x, [1, 1, 1, 5], [2, 2, 2, 2], g),
         U,
-        r"split sizes \[2, 2, 2, 2\] -> \[1, 1, 1, 5\]: pieces of one size.*xd.row_exchange.send",
+        r"sizes \[2, 2, 2, 2\] -> \[1, 1, 1, 5\]: numbers in Python .*xd.row_exchange.send",
     ),
     "all_gather without dims": (
         lambda x, m, g: C.all_gather(x.sum(), g),

@@ -35,6 +35,7 @@ LAUNCH_TIMEOUT = 900  # seconds
 
 # One scenario for each thing that torch's API does; the others are variants of them.
 FAST = (
+    "expert_parallel_splits",
     "collective_gather_scatter",
     "fsdp_tp",
     "loss_parallel",

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor import rules
 from xla_dtensor.base import events, executor, interrupts
+from xla_dtensor.base.numbers import row_comparisons, row_counts
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.dispatch import several_devices, several_meshes
 from xla_dtensor.dispatch.shared_memory import count_writes, run_in_order
@@ -72,7 +73,10 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Autograd's kernels do so, but aren't asked in inference mode and below other kernels.
         return info.composition(*args, **kwargs)
     several = processes.several()
-    call = Call(info, args, kwargs)
+    try:
+        call = Call(info, args, kwargs)
+    except row_counts.Met:
+        return row_comparisons.executor().run(func, args, kwargs)
     if several:
         # A tensor that has joined the others' devices has another form, so another key.
         while running.joins(call):

@@ -94,11 +94,13 @@ def _backend() -> backend.Backend:
     from xla_dtensor import custom_ops  # noqa: F401  (a rule that comes later would drop plans)
     from xla_dtensor.integration.operators import below_autograd  # noqa: F401  (registers handlers)
     from xla_dtensor.movement import backend as found
+    from xla_dtensor.ragged import operations
     from xla_dtensor.tensors.device_tensor import XLATensor
 
     # make_fx, and torch.func.linearize, would leave out what is done with one that is no argument.
     if XLATensor not in proxy_tensor.HANDLED_TYPES:
         proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, XLATensor)
+    operations.install()
     data_parallel.install_for_modules()
     optimizer_steps.make_foreach_the_default()
     return found

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.numbers.row_comparisons import executor
+from xla_dtensor.base.numbers.row_counts import has_counts
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.mesh.group import MeshGroup, resolve_group
@@ -88,12 +90,14 @@ def _reduce_scatter_coalesced(func: Any, args: Any, kwargs: dict[str, Any]) -> A
 @handles(f"{_NS}all_to_all_single.default")
 def _all_to_all(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, outputs, inputs, group = args
+    if has_counts(outputs) or has_counts(inputs):
+        return executor().run(func, args, kwargs)
     if len({*outputs, *inputs}) > 1:
         raise UnsupportedOpError(
-            f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: pieces of one size "
-            "alone, because a per-device tensor has the same shape on every device: pad them, or "
-            "send them through buffers of one size, with the counts as a tensor "
-            "(xd.row_exchange.send)"
+            f"{func.name()} with split sizes {list(inputs)} -> {list(outputs)}: numbers in Python "
+            "are the same on all devices, and then what each sends to another is what it gets only "
+            "if all are one number. Sizes that differ from device to device are a tensor's, "
+            "counts.tolist(); or pad the pieces (xd.row_exchange.send)"
         )
     return _run(func, "all_to_all", tensor, group)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.numbers.row_counts import is_count
 from xla_dtensor.dispatch.host_copies import to_cpu
 from xla_dtensor.dispatch.out_arguments import into
 from xla_dtensor.execution.on_host import refuse_varying
@@ -80,7 +81,8 @@ _TRUTHS = ("aten::equal.default", "aten::allclose.default")
 _INSTEAD = {
     "aten::bincount": "torch.zeros(n, dtype=torch.int64, device=x.device)"
     ".scatter_add(0, x, torch.ones_like(x)) has n entries",
-    "aten::repeat_interleave": "with output_size= it is known",
+    "aten::repeat_interleave": "with output_size= it is known: a number, or sum(counts.tolist()) "
+    "of which torch._check(n <= most) says what it is at most",
     "aten::nonzero": "torch.nonzero_static(x, size=n) has n entries",
     "aten::index": "torch.where and masked_fill keep the shape",
     "aten::index_put": "values that broadcast, x[mask] = 0, need no count",
@@ -121,7 +123,8 @@ def _traced_repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> A
 @handles("aten::repeat_interleave.Tensor")
 def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """With its size given, counts may differ from device to device: each has so many rows."""
-    own_counts = kwargs.get("output_size") is not None and args[0]._form.varying
+    size = kwargs.get("output_size")
+    own_counts = size is not None and (args[0]._form.varying or is_count(size))
     return NotImplemented if own_counts else by_cpu_torch(func, args, kwargs)
 
 

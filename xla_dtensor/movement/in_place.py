@@ -232,8 +232,10 @@ def all_to_all_single(output: Any, tensor: Any, group: MeshGroup, *sizes: Any) -
             )
         if len(set(given)) > 1:
             raise UnsupportedOpError(
-                f"{name} with split sizes {given}: pieces of one size alone, because a per-device "
-                "tensor has the same shape on every device; pad them"
+                f"{name} with split sizes {given}: numbers in Python are the same on all devices, "
+                "and then what each sends to another is what it gets only if all are one number. "
+                "Sizes that differ from device to device are a tensor's, counts.tolist(); or pad "
+                "the pieces"
             )
     if output.shape[1:] != tensor.shape[1:] and output.numel() == tensor.numel():
         raise UnsupportedOpError(

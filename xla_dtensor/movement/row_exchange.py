@@ -16,7 +16,7 @@ from torch import Tensor
 from xla_dtensor.movement import collectives
 from xla_dtensor.movement.collectives import Group
 
-__all__ = ["by_kind", "give_back", "kept", "send", "slots_for"]
+__all__ = ["by_kind", "give_back", "kept", "packed", "send", "slots_for"]
 
 
 def slots_for(rows: int, devices: int, capacity: float | None) -> int:
@@ -147,11 +147,32 @@ def give_back(buffer: Tensor, rows: int, counts: Tensor, slots: int, group: Grou
         back = xd.row_exchange.give_back(got * 10, 2, counts, 2, mesh)
         assert [x.tolist() for x in back.local_values()] == [[10, 20], [30, 40]]
     """
-    back = collectives.all_to_all(buffer, group)
+    return packed(collectives.all_to_all(buffer, group), rows, counts, slots)
+
+
+def packed(buffer: Tensor, rows: int, counts: Tensor, slots: int) -> Tensor:
+    """The slots that are filled, one after another; differentiable.
+
+    Args:
+        buffer: ``(devices * slots, ...)``, as `send` gives it.
+        rows: of the result.
+        counts: int, ``(devices,)``: how many have come from where.
+        slots: for each device.
+
+    Returns:
+        ``(rows, ...)``, with zeros for rows without a slot and behind the last.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        buffer, counts = torch.tensor([[1], [0], [2], [3]]), torch.tensor([1, 2])
+        assert xd.row_exchange.packed(buffer, 4, counts, 2).tolist() == [[1], [2], [3], [0]]
+    """
     ends = counts.cumsum(0)
     row = torch.arange(rows, device=buffer.device)
     device = (row.unsqueeze(1) >= ends).sum(1).clamp(max=len(counts) - 1)
     slot = row - (ends - counts)[device]
     sent = (slot < slots) & (row < ends[-1])
     place = torch.where(sent, device * slots + slot, 0)
-    return torch.where(sent.view(-1, *[1] * (back.ndim - 1)), back[place], 0)
+    return torch.where(sent.view(-1, *[1] * (buffer.ndim - 1)), buffer[place], 0)

@@ -12,6 +12,7 @@ import torch
 from xla_dtensor.base import executor, host_memory
 from xla_dtensor.base.dtypes import to_torch_dtype
 from xla_dtensor.base.numbers.python_numbers import is_number, like_a_number
+from xla_dtensor.base.numbers.row_counts import Met, is_count
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.random.generator import stream_of
 from xla_dtensor.base.torch_private import FakeTensor
@@ -165,6 +166,8 @@ class Call:
         if isinstance(value, torch.Tensor):
             return self._take_foreign(value, key)
         if isinstance(value, torch.SymFloat | torch.SymInt):
+            if is_count(value):
+                raise Met
             number_type = float if isinstance(value, torch.SymFloat) else int
             if name in self.info.dynamic_arguments or self._may_be_traced(value, name):
                 key.append(number_type)

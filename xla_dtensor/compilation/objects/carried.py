@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.numbers.row_counts import is_count
 from xla_dtensor.compilation.objects.flatten import is_record
 from xla_dtensor.compilation.objects.kinds import fields_of
+from xla_dtensor.compilation.objects.kinds_of_counts import COUNT
 from xla_dtensor.compilation.objects.places import MISSING, Place
 from xla_dtensor.tensors.device_tensor import XLATensor
 from xla_dtensor.tensors.sharded_tensor import XLAShardedTensor
@@ -59,6 +61,8 @@ def is_state(value: Any, symbolic: bool = False) -> bool:
     cls = type(value)
     if cls in _TENSORS or (isinstance(value, torch.Tensor) and is_shown(value)):
         return cls is not torch.Tensor or not has_history(value)
+    if is_count(value):
+        return True
     if cls in _PLAIN or (symbolic and issubclass(cls, torch.SymInt | torch.SymFloat)):
         return True
     inner: Any
@@ -91,6 +95,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", inner) for key, inner in value.items()]
     if isinstance(value, list | tuple):
         return [(f"[{i}]", inner) for i, inner in enumerate(value)]
+    if is_count(value):
+        return [("", counts.tensor) for counts in COUNT.split(value)[1]]
     if is_record(value):
         return [(f".{name}", inner) for name, inner in fields_of(value).items()]
     return []

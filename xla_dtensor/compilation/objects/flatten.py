@@ -32,6 +32,7 @@ from xla_dtensor.compilation.objects.kind import ObjectKind
 from xla_dtensor.compilation.objects.kinds import (
     BUFFER,
     DATACLASS,
+    OWN_KINDS,
     PLAIN_DICT,
     PLAIN_LIST,
     RECORD,
@@ -191,9 +192,11 @@ class MadeObjects:
     def _kind(self, value: Any) -> ObjectKind | None:
         """How an object is taken apart; None for a leaf."""
         cls = type(value)
+        kind = kind_of(value)
+        if kind in OWN_KINDS:
+            return kind
         if issubclass(cls, torch.Tensor):
             return TAGGED if Attributes(value, "").content() and self._is_own(value) else None
-        kind = kind_of(value)
         if self._kept(value) or (kind is None and is_atom(value)):
             return None
         if kind in _OPENED:

@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
 
+from xla_dtensor.base.numbers.counts import Counts
+from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.base.tables.keys import exact, freeze
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.code.reflection import all_slots_of, dict_of, is_strict, own_of
@@ -38,6 +40,7 @@ from xla_dtensor.compilation.objects.kinds_of_code import (
     IteratorArgument,
     is_its_code,
 )
+from xla_dtensor.compilation.objects.kinds_of_counts import COUNT, COUNTS
 from xla_dtensor.compilation.objects.places import (
     MISSING,
     Attributes,
@@ -269,6 +272,8 @@ _OF_SUBCLASSES: tuple[tuple[Any, ObjectKind | None], ...] = (
 
 @functools.lru_cache(4096)
 def _kind_of_class(cls: Any) -> ObjectKind | None:
+    if cls in _OWN:
+        return _OWN[cls]
     if is_strict(cls) or issubclass(cls, _LEAVES):
         return None
     if cls in _OF_CLASS:
@@ -288,6 +293,18 @@ def _kind_of_class(cls: Any) -> ObjectKind | None:
 _OF_ATTRIBUTES: list[type] = []
 
 
+# Classes of this package's own.
+OWN_KINDS = [COUNT, COUNTS]
+_OWN: dict[type, ObjectKind] = {CountNode: COUNT, Counts: COUNTS}
+
+
+def own_class(cls: type, kind: ObjectKind) -> None:
+    """Objects of a class of this package's own are taken apart so, tensors too."""
+    _OWN[cls] = kind
+    OWN_KINDS.append(kind)
+    _kind_of_class.cache_clear()
+
+
 def made_of_attributes(*classes: type) -> None:
     """Objects of these classes and of those derived from them are their attributes and no more:
     as arguments they are taken apart, as dataclasses are, rather than told by identity."""
@@ -302,6 +319,8 @@ def kind_of(value: Any) -> ObjectKind | None:
     if kind is None:
         if cls in pytree.SUPPORTED_NODES:  # registered since `_kind_of_class` was cached
             return REGISTERED
+        if cls is torch.SymInt and is_count(value):
+            return COUNT
         if cls is types.FunctionType:
             return FUNCTION if is_its_code(value) else None
         if cls is types.BuiltinMethodType and not isinstance(value.__self__, _NOT_BOUND):

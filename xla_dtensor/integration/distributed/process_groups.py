@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from xla_dtensor.base.numbers.row_counts import has_counts
 from xla_dtensor.errors import PerDeviceValueError, UnsupportedOpError
 from xla_dtensor.integration.patching import callers
 from xla_dtensor.integration.patching.take_over import take_over
@@ -252,6 +253,10 @@ def _reduce_scatter(in_place: Any, given: _Arguments, group: Any) -> Any:
 @_serves(_COLLECTIVES, "all_to_all_single")
 def _all_to_all_single(in_place: Any, given: _Arguments, group: Any) -> Any:
     sizes = given["output_split_sizes"], given["input_split_sizes"]
+    if any(map(has_counts, sizes)):
+        from xla_dtensor.ragged.exchange import exchange_into
+
+        return exchange_into(given["output"], given["input"], group, *sizes)
     return in_place.all_to_all_single(given["output"], given["input"], group, *sizes)
 
 

@@ -1,0 +1,1 @@
+"""Tensors with as many rows as a value on the devices says, in buffers of static shapes."""
