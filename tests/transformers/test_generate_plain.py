@@ -237,9 +237,9 @@ def test_versions_without_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = on_device()
     names = (*transformers_generate_when.METHODS, "_a_method_that_none_has")
     monkeypatch.setattr(transformers_generate_when, "METHODS", names)
-    transformers_generate_when._is_known.cache_clear()
+    transformers_generate_when.cache_name.cache_clear()
     try:
         check(model, expected, prompt(6), max_new_tokens=2)
         assert "xla_generation" not in vars(model)
     finally:
-        transformers_generate_when._is_known.cache_clear()
+        transformers_generate_when.cache_name.cache_clear()

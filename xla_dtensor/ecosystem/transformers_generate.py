@@ -1,11 +1,11 @@
-"""``generate`` of Hugging Face transformers with a static cache: one program a token.
+"""``generate`` of Hugging Face transformers: one program a token.
 
 transformers' own loop calls the model, and computes around it eagerly with tensors that grow by a
 token each time: on xla devices a program for each length. On CUDA it lets ``torch.compile`` make
 one of the model alone. Here all that a token needs is one program: the model, the logits
 processors, the draw, and the writing of the token into a buffer of fixed size. What the loop can do
-and this can't (`_why_not`) is left to it. Nothing of transformers is copied. Read and checked in
-5.23.0.
+and this can't (`why_not`) is left to it. Nothing of transformers is copied. Read and checked in
+5.23.0 and 5.24.0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from xla_dtensor.base import ours
 from xla_dtensor.base.random import rng
-from xla_dtensor.ecosystem.transformers_generate_when import static_cache, why_not
+from xla_dtensor.ecosystem.transformers_generate_when import cache_name, static_cache, why_not
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -53,13 +53,13 @@ def _sample(module: Any, original: Any, args: Any, kwargs: Any) -> Any:
         if "xla_generation" not in vars(model):
             model.xla_generation = Generation()
         generation = model.xla_generation
-        if isinstance(named["past_key_values"], module.StaticCache):
-            return _generated(generation, model, **named)
+        cache = named.pop(name := cache_name(module))
+        if isinstance(cache, module.StaticCache):
+            return _generated(generation, model, name, cache, **named)
         state = rng.get_state()
         try:
             if generation.refused is None:
-                cache = static_cache(module, model)
-                return _generated(generation, model, **{**named, "past_key_values": cache})
+                return _generated(generation, model, name, static_cache(module, model), **named)
         except _Refused as refused:
             rng.set_state(state)
             generation.refused = str(refused.__cause__)
@@ -108,6 +108,8 @@ def _padded_length(length: int) -> int:
 def _generated(
     steps: Generation,
     model: Any,
+    cache_name: str,
+    cache: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -116,7 +118,6 @@ def _generated(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    cache = model_kwargs.pop("past_key_values")
     asked = generation_config.cache_implementation is not None
     longest = stopping_criteria.max_length
     if asked:
@@ -127,6 +128,7 @@ def _generated(
     eos = [c.eos_token_id for c in stopping_criteria if hasattr(c, "eos_token_id")]
     on_device = lambda t: None if t is None else t.to(input_ids.device)
     how = {
+        "cache": cache_name,
         "processors": [_with_inputs(processor) for processor in logits_processor],
         "sample": bool(generation_config.do_sample),
         "eos": on_device(eos[0]) if eos else None,
@@ -247,7 +249,7 @@ def _prefill(
     if length is not None and "logits_to_keep" in given:
         given["logits_to_keep"] = length - 1
     inputs = model.prepare_inputs_for_generation(
-        ids, past_key_values=cache, is_first_iteration=True, **given
+        ids, is_first_iteration=True, **{how["cache"]: cache}, **given
     )
     logits = model(**inputs, return_dict=True).logits
     if length is None:
@@ -275,7 +277,7 @@ def _decode(model: Any, cache: Any, state: dict[str, Any], how: Any) -> Any:
     """One token more, written into the state; whether all are there."""
     kwargs, token = state["kwargs"], state["token"]
     inputs = model.prepare_inputs_for_generation(
-        token, next_sequence_length=1, past_key_values=cache, **kwargs
+        token, next_sequence_length=1, **{how["cache"]: cache}, **kwargs
     )
     logits = model(**inputs, return_dict=True).logits[:, -1]
     new, unfinished, finished = _next(logits, state["unfinished"], how)

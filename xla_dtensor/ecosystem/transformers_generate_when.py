@@ -4,7 +4,7 @@ With a static cache the user has asked for steps that are compiled. Where transf
 the cache itself (``cache_implementation=None``: one that grows) the two steps must not be told from
 its loop but by the time they take: so the code that runs is transformers', torch's or peft's, whose
 ``forward`` does nothing but compute, and nobody looks on (hooks, modes). Read and checked in 5.23.0
-and 5.24.0; in a version that lacks what is used here (`_is_known`) transformers' loop runs.
+and 5.24.0; in a version that lacks what is used here (`cache_name`) transformers' loop runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from xla_dtensor.base.torch_private import (
 from xla_dtensor.base.torch_private.attributes import forward_hooks_of, global_forward_hooks
 
 # What the loop gives to the model besides the cache.
-KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+KNOWN = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
+# What the cache is called, from 5.24 on and before.
+CACHE = ("cache", "past_key_values")
 # The layers of a cache that are tensors, or can be.
 LAYERS = ("StaticLayer", "StaticSlidingWindowLayer")
 # The methods of models that the steps call, or do the work of.
@@ -52,8 +54,9 @@ def why_not(
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
             streamer, model_kwargs: the arguments of ``_sample``.
     """
-    cache, mixin = model_kwargs.get("past_key_values"), module.GenerationMixin
-    if generation_config.disable_compile or cache is None or not _is_known(module):
+    name, mixin = cache_name(module), module.GenerationMixin
+    cache = model_kwargs.pop(name, None)
+    if generation_config.disable_compile or cache is None:
         return ""
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder"
@@ -96,13 +99,16 @@ def static_cache(module: Any, model: Any) -> Any:
 
 
 @functools.lru_cache(1)
-def _is_known(module: Any) -> bool:
-    """Whether this version of transformers has what the steps use."""
+def cache_name(module: Any) -> str:
+    """What the loop calls the cache; "" in a version of transformers that lacks what the steps
+    use."""
     mixin = module.GenerationMixin
     if not all(hasattr(mixin, name) for name in (*METHODS, "_optimize_model_for_decode")):
-        return False
+        return ""
     takes = inspect.signature(mixin.prepare_inputs_for_generation).parameters
-    return {"is_first_iteration", "next_sequence_length"} <= takes.keys()
+    if not {"is_first_iteration", "next_sequence_length"} <= takes.keys():
+        return ""
+    return next((name for name in CACHE if name in takes), "")
 
 
 def _why_not_alike(
