@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", reason="it isn't installed: make test-transformers")
 
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import xla_dtensor as xd
 from tests.transformers import harness
@@ -82,6 +83,16 @@ def test_weights_that_have_changed_and_modes() -> None:
     for each in (model, expected):
         each.to(torch.float64)
     check(model, expected, prompt(6))
+
+
+def test_no_memory_is_kept() -> None:
+    """Of a cache that nobody has seen."""
+    for model, ids in ((on_device()[0], prompt(6)), (on_mesh(), prompt(9))):
+        for _ in range(2):
+            generated(model, ids)
+            caches = [x for x in gc.get_objects() if type(x) is StaticCache]
+            kept = [t for c in caches for layer in c.layers for t in (layer.keys, layer.values)]
+            assert all(t.untyped_storage().nbytes() == 0 for t in kept)
 
 
 def test_copies_and_files_have_no_programs() -> None:

@@ -175,6 +175,10 @@ def _generated(
             length += 1
     if streamer is not None:
         streamer.end()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            # The steps keep the arguments of their last call.
+            tensor.untyped_storage().resize_(0)
     return state["ids"][:, :length]
 
 
