@@ -63,7 +63,8 @@ LIBRARIES = {
     " _token_count_exchange _validate_cuda_graphs",
     "ecosystem.torchvision": "_has_ops",
     "ecosystem.transformers": "_load_rng_state _n_gpu _save_rng_state _setup_devices"
-    " _is_user_defined _previous_max_cache_length _pad_token_tensor _optimize_model_for_decode",
+    " _is_user_defined _previous_max_cache_length _pad_token_tensor _optimize_model_for_decode"
+    " _attn_implementation _can_compile_fullgraph",
 }
 
 
@@ -209,6 +210,22 @@ def hooked() -> torch.Tensor:
     return x
 
 
+def with_forward_hooks() -> nn.Module:
+    module = nn.ReLU()
+    module.register_forward_hook(repr)
+    module.register_forward_pre_hook(print)
+    return module
+
+
+def global_hooks_while(*hooks: Any) -> list[Any]:
+    handles = [nn.modules.module.register_module_forward_hook(hook) for hook in hooks]
+    try:
+        return at.global_forward_hooks()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def ignoring() -> nn.Module:
     module = nn.Linear(1, 1)
     names = ["weight"]
@@ -296,6 +313,8 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "parameters_of": lambda: list(at.parameters_of(nn.Linear(1, 1))) == ["weight", "bias"],
     "buffers_of": lambda: "running_mean" in at.buffers_of(nn.BatchNorm1d(1)),
     "submodules_of": lambda: list(at.submodules_of(nn.Sequential(nn.ReLU()))) == ["0"],
+    "forward_hooks_of": lambda: at.forward_hooks_of(with_forward_hooks()) == [print, repr],
+    "global_forward_hooks": lambda: global_hooks_while(print)[-1:] == [print],
     "names_that_ddp_ignores": lambda: at.names_that_ddp_ignores(ignoring()) == {"weight"},
     "is_distributed": lambda: at.is_distributed(distributed(nn.Linear(1, 1))),
     "set_distributed": lambda: at.set_distributed(m := nn.ReLU()) or at.is_distributed(m),

@@ -19,6 +19,7 @@ import torch
 
 import xla_dtensor as xd
 from xla_dtensor.compilation.code import installed
+from xla_dtensor.compilation.watch import watch
 
 PACKAGE = {
     "__init__.py": """
@@ -351,3 +352,34 @@ def test_the_order_in_which_code_is_met(package: Callable[[], ModuleType]) -> No
             yield step(batches(device)[0], choice), layer.calls, meter.total, meter.count
 
     both(package, program)
+
+
+def test_a_trace_that_is_made_again_begins_with_what_is_known(
+    package: Callable[[], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The walk before it meets no new name; what the first could read is not looked for."""
+    made = package()
+    layer = made.Layer().to("xla")
+    rounds: list[list[bool]] = []
+
+    def counted(roots: Any, begin: Callable[[], Any]) -> Any:
+        walks: list[bool] = []
+        rounds.append(walks)
+
+        def one() -> Any:
+            walk = begin()
+            walks.append(walk.expecting)
+            return walk
+
+        return reach(roots, one)
+
+    reach = watch.reach
+    monkeypatch.setattr(watch, "reach", counted)
+    step = xd.compile(lambda x: layer(x))
+    x = torch.ones(6)
+    for calls in (1, 2):
+        assert torch.equal(step(x.to("xla")).cpu().detach(), made.Layer()(x).detach())
+        assert layer.calls == calls
+    before, question, again, after = rounds[:4]
+    assert [walks[0] for walks in rounds[:4]] == [True, True, True, False]
+    assert len(again) == 1 < len(question) + len(before) and len(after) > 1

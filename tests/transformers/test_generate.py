@@ -60,11 +60,15 @@ def test_a_program_for_the_prompt_and_one_for_a_token() -> None:
     assert counts(model) == (1, 1, 1, 1)
     check(model, expected, prompt(9))
     check(model, expected, prompt(9, seed=1), max_new_tokens=1)
-    assert counts(model) == (2, 2, 1, 1)
+    check(model, expected, prompt(16))
+    assert counts(model)[0] <= 2 and counts(model)[2:] == (1, 1)
+    check(model, expected, prompt(17))
+    assert counts(model)[0] <= 3 and counts(model)[2:] == (1, 1)
+    before = counts(model)
     check(model, expected, prompt(6, batch=3))
-    assert counts(model) == (3, 3, 2, 2)
+    assert counts(model) == tuple(count + 1 for count in before)
     check(model, expected, prompt(6))
-    assert counts(model) == (3, 3, 2, 2)
+    assert counts(model) == tuple(count + 1 for count in before)
 
 
 def test_prompts_padded_at_the_left() -> None:

@@ -69,6 +69,17 @@ buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 submodules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 
 
+def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """What is called before and after a module's ``forward``, but for global hooks."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def global_forward_hooks() -> list[Callable[..., Any]]:
+    """What is called before and after the ``forward`` of all modules."""
+    hooks = nn.modules.module
+    return [*hooks._global_forward_pre_hooks.values(), *hooks._global_forward_hooks.values()]
+
+
 def names_that_ddp_ignores(module: nn.Module) -> set[str]:
     """The parameters and buffers that the user told DistributedDataParallel to leave alone."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -12,6 +12,7 @@ from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
 from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
 
@@ -78,9 +79,10 @@ def _trace(
     inputs."""
     fixed = False
     unmet: list[FunctionType] = []
+    known: Watch | None = None
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
-        start = (function, arguments, dynamic, carried, recorder, fixed, unmet)
+        start = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
         return Traced(Start(*start), positions)
 
     while True:
@@ -101,10 +103,11 @@ def _trace(
             if not recorder.grown:
                 if fixed or not recorder.feeds or isinstance(error, DataDependentError):
                     raise
-                fixed = True
+                fixed, known = True, None
         else:
             met = [f for f in functions_of(recorder.unmet) if f not in unmet]
             if not (traced.unforeseen or met):
                 return traced
             traced.undo()
             unmet += met
+            known = traced.unforeseen

@@ -34,6 +34,7 @@ class Start:
         recorder: of the code that runs.
         fixed: whether the Python finds optimizers' hyperparameters as they are.
         unmet: functions that another trace has run, and that nothing leads to.
+        known: what could be read by all code that another trace has run.
 
     Attributes:
         function, recorder, fixed: as given.
@@ -63,6 +64,7 @@ class Start:
         recorder: CodeRecorder,
         fixed: bool,
         unmet: Sequence[FunctionType],
+        known: Watch | None = None,
     ) -> None:
         if torch_private.parametrizations_are_cached():
             raise DataDependentError(
@@ -83,7 +85,7 @@ class Start:
             *((f"{describe(function)}, which the step runs", function) for function in unmet),
         ]
         self.executed = recorder.executed()
-        self.watch = Watch(self.roots, carried, self.executed, expecting=True, fixed=fixed)
+        self.watch = Watch(self.roots, carried, self.executed, True, known=known, fixed=fixed)
         names = self.watch.names
         caller.check_reads(names.reads)
         self.carried = each_once(self.watch.reached.carried)

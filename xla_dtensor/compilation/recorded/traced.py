@@ -61,11 +61,12 @@ class Traced:
         dynamic: the numbers that are inputs.
         cuts: of a step whose arguments are padded, what of its results is cut back.
         fixed: whether its Python found optimizers' hyperparameters as they were.
-        unforeseen: whether it has run code of installed packages that may have changed what the
-            trace didn't know of, so that it has to be made again.
+        unforeseen: if it has run code of installed packages that may have changed what the trace
+            didn't know of, so that it has to be made again: what is known now.
     """
 
     cuts: Cuts | None = None
+    unforeseen: Watch | None = None
 
     def __init__(self, start: Start, positions: Positions | None) -> None:
         self.names_of_carried, self.fixed = start.names_of_carried, start.fixed
@@ -76,6 +77,8 @@ class Traced:
         try:
             closed = self._run(start)
             self._keep_tensors(start)
+            if self._is_unforeseen(start):
+                return  # nobody asks for more of it
             self._look_at_what_ran(start)
             self.frame = self.trace.frame
             self.jaxpr = jax_private.jaxpr_of(closed)
@@ -180,18 +183,23 @@ class Traced:
             if o.storage is not None and o.keep(free.get(id(t))) and o.index is None
         ]
 
+    def _is_unforeseen(self, start: Start) -> bool:
+        """Whether code of packages has run that leads to what the walk before it didn't know."""
+        recorder, known = start.recorder, start.watch
+        self._executed, self._ran = recorder.executed(), recorder.ran
+        if not recorder.grown:
+            return False
+        names = self.names_of_carried
+        wide = Watch(self._roots, names, self._executed, True, known=known, fixed=self.fixed)
+        if not wide.keys_of_places() <= known.keys_of_places():
+            self.unforeseen = wide
+        return self.unforeseen is not None
+
     def _look_at_what_ran(self, start: Start) -> None:
         """What the step's Python can read, now that it is known which code has run, and what state
         its optimizers have made."""
-        watch, roots, recorder = start.watch, self._roots, start.recorder
+        watch, roots = start.watch, self._roots
         reached, names = watch.reached, watch.names
-        self._executed, self._ran = recorder.executed(), recorder.ran
-        self.unforeseen = recorder.grown and not (
-            Watch(
-                roots, self.names_of_carried, self._executed, True, fixed=self.fixed
-            ).keys_of_places()
-            <= watch.keys_of_places()
-        )
         before = len(roots)
         roots += [(stepped.name, stepped) for stepped in self.hooks.stepped.values()]
         for key, optimizer in reached.optimizers.items():

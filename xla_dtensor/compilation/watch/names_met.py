@@ -41,11 +41,11 @@ class NamesMet(Names):
     fixed: bool = False
     _asks_types: bool = False
 
-    def take_over(self, known: NamesMet) -> None:
+    def take_over(self, known: NamesMet, expecting: bool) -> None:
         """Begin with those of an earlier walk from some of the roots: what led to them is there
         still, so one round will do. Of installed packages it may have taken names of code that
-        hasn't run."""
-        if known.meets_installed:
+        hasn't run, which is for another walk before a trace (``expecting``)."""
+        if known.meets_installed and not expecting:
             return
         self.update(known)
         self.in_libraries |= known.in_libraries

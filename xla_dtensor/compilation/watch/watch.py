@@ -68,7 +68,7 @@ class Watch:
     ) -> None:
         self.names = names = NamesMet(fixed=fixed)
         if known is not None:
-            names.take_over(known.names)
+            names.take_over(known.names, expecting)
         walk = functools.partial(Walk, FOLLOWERS, names, carried, executed, expecting, ran)
         self.reached = reach(roots, walk)
         self._absent = {name for name in self.reached.imports if name not in sys.modules}
