@@ -254,6 +254,8 @@ def test_lengths_come_from_the_buckets() -> None:
 
 
 def test_parameters_that_are_not_there() -> None:
+    with pytest.raises(TypeError, match=r"a dict says of which parameter.*are \['x'"):
+        xd.compile(lambda x: x, buckets=(16, 64))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'y', which the step doesn't have"):
         xd.compile(lambda x: x, buckets={"y": {0: (4,)}})
     with pytest.raises(TypeError, match="to the parameter 'n'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import operator
 from collections import Counter
 from typing import Any
 
@@ -382,15 +383,28 @@ def test_frozen_parameters(mesh8: DeviceMesh) -> None:
     torch.testing.assert_close(full(model.inp.weight.grad), expected.inp.weight.grad)
 
 
-def test_rnn_weights(mesh4: DeviceMesh) -> None:
-    """nn.LSTM keeps a list of its weights beside the module's parameters."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_rnn_weights(kind: type[nn.RNNBase], compiled: bool, mesh4: DeviceMesh) -> None:
+    """nn.LSTM keeps a list of its weights beside the module's parameters, and references to them
+    by which it finds out that they have changed."""
     torch.manual_seed(0)
-    expected = nn.LSTM(4, 8)
+    expected = kind(4, 8)
     model = xd.fully_shard(copy.deepcopy(expected), mesh=mesh4)
-    inputs = [torch.randn(3, 2, 4) for _ in range(4)]
-    loss_of(model(per_device(inputs, mesh4, ["dp"]))[0]).backward()
-    averaged_gradients(expected, inputs, loss=lambda out: loss_of(out[0]))
-    check_gradients(model, expected)
+
+    def step(x: torch.Tensor) -> None:
+        loss_of(model(x)[0]).backward()
+
+    run = xd.compile(step) if compiled else step
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs = [torch.randn(3, 2, 4) for _ in range(4)]
+        model.zero_grad()
+        expected.zero_grad()
+        run(per_device(inputs, mesh4, ["dp"]))
+        averaged_gradients(expected, inputs, loss=lambda out: loss_of(out[0]))
+        check_gradients(model, expected)
+    assert all(map(operator.is_, model._flat_weights, model.parameters()))
 
 
 def test_a_module_used_twice(mesh8: DeviceMesh) -> None:

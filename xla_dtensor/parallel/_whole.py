@@ -35,9 +35,11 @@ class Location:
         """Put ``tensor`` there, which need not be a leaf."""
         before = parameters_of(self.module)[self.name]
         parameters_of(self.module)[self.name] = tensor
-        flat = self.module.__dict__.get("_flat_weights")  # nn.RNNBase keeps its own list
-        if flat is not None:
-            flat[:] = [tensor if weight is before else weight for weight in flat]
+        # nn.RNNBase keeps its own list, and makes another one where its references say so.
+        flat = self.module.__dict__.get("_flat_weights", ())
+        for i in [i for i, weight in enumerate(flat) if weight is before]:
+            flat[i] = tensor
+            self.module.__dict__["_flat_weight_refs"][i] = weakref.ref(tensor)
 
 
 class Accumulated:

@@ -128,6 +128,12 @@ class BucketedArguments:
         called = function.forward if isinstance(function, nn.Module) else function
         self._signature = inspect.signature(called)
         self._buckets: dict[str, list[Buckets]] = {}
+        if not isinstance(buckets, Mapping):
+            raise TypeError(
+                f"xd.compile(buckets={buckets!r}): a dict says of which parameter, and of which of "
+                f"its dims, {{'tokens': {{1: (512, 1024)}}}}; the step's parameters are "
+                f"{list(self._signature.parameters)}"
+            )
         for name, given in buckets.items():
             self._check(name, "pads the argument")
             found = _listed(given)

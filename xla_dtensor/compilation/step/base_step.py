@@ -49,7 +49,10 @@ class BaseStep:
         if why is not None:
             self.recompilations.append(why)
             counters.add("recompilations")
-            logger.warning("xla_dtensor: recompiled %s: %s", self._name(), why)
+            # Steps that nobody has written (transformers' `generate`) have lengths of their own.
+            own = str(getattr(self._function, "__module__", "")).startswith("xla_dtensor.")
+            level = logging.INFO if own else logging.WARNING
+            logger.log(level, "xla_dtensor: recompiled %s: %s", self._name(), why)
 
 
 def name_of(function: Any) -> str:

@@ -85,7 +85,7 @@ def compile(
 
     Raises:
         TypeError: ``function`` can't be called, or is a generator or a coroutine; it has no
-            parameter of a name in ``buckets``.
+            parameter of a name in ``buckets``, or these are no dict.
         ValueError: ``audit`` is no number of calls; ``watch`` or ``layouts`` is something else;
             ``audit``, ``checks``, ``buckets`` or ``layouts="step"`` of a replayed step; (when
             called) an argument is longer than its largest bucket, or it isn't known what of a
