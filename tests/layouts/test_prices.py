@@ -121,17 +121,18 @@ def test_state_is_shared_where_that_is_cheaper_than_that_each_reads_and_writes_a
         m, v = 0.9 * m + gradient, 0.9 * v + gradient * gradient
         return w - m / jnp.sqrt(v)
 
-    dim, sizes = 1024, {"dp": 8}
-    batch, state = ((8 * dim, dim), (("dp",), ())), ((dim, dim), None)
-    given: Any = momentum, [batch, state, state, state], None, (0,)
-    nbytes = dim * dim * 4
-    each = 2 * 4 * nbytes  # weight, both of its state, and the gradient, read and written
-    for prices, kinds, kept in (
-        (BY_BYTES, ["all-reduce"], each),
-        (BY_TIME, ["all-gather", "reduce-scatter"], each / 8),
+    whole, cut = ["all-reduce"], ["all-gather", "reduce-scatter"]
+    for prices, dim, kinds in (
+        (BY_BYTES, 1024, whole),
+        (BY_TIME, 1024, cut),
+        (BY_TIME, 128, whole),  # it is too little to be worth a collective
     ):
-        found = choice(*given, sizes=sizes, sought=[1], prices=prices)
+        batch, state = ((8 * dim, dim), (("dp",), ())), ((dim, dim), None)
+        given: Any = momentum, [batch, state, state, state], None, (0,)
+        found = choice(*given, sizes={"dp": 8}, sought=[1], prices=prices)
         assert [kind for kind, *_ in moves(found)] == kinds
+        # Weight, both of its state, and the gradient, read and written.
+        kept = 2 * 4 * dim * dim * 4 / (8 if kinds == cut else 1)
         assert found.kept() == kept
         assert found.price() >= kept / KEPT_PER_BYTE
 

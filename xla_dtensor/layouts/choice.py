@@ -222,11 +222,17 @@ class Choice:
             devices = math.prod(map(self.size, cut))
             work = node.work * math.prod(factor.work for factor in factors.values())
             price += work * node.times / devices / WORK_PER_BYTE
+        for group in self._state():
+            axes = sum(state is not None for state in self.states.get(group, {}).values())
+            price += axes * group.kept_values * self.prices.startup
         return price + self.kept() / KEPT_PER_BYTE + PER_BYTE_TOO_MANY * self.too_many
 
     def kept(self) -> float:
         """The bytes of state that a device reads and writes in its memory."""
-        return sum(group.kept * self.share(group) for group in self.graph.groups() if group.kept)
+        return sum(group.kept * self.share(group) for group in self._state())
+
+    def _state(self) -> Iterator[Group]:
+        return (group for group in self.graph.groups() if group.kept)
 
     def second_best(self, number: int) -> float | None:
         """The bytes that a node would move, each time, in the next best of the ways that it could

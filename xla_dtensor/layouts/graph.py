@@ -135,6 +135,7 @@ class Graph:
         for variable in state:
             if (group := self.group(variable)) is not None:
                 group.kept += 2 * nbytes_of(variable.aval)
+                group.kept_values += 1
         for node in self.nodes:
             for value in node.results:
                 if (group := self.group(value)) is not None and group.kept:

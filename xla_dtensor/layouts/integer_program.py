@@ -191,7 +191,9 @@ class AxisChoice:
         self._states[group] = states
         if len(states) > 1:
             kept = group.kept * self._axis.local_bytes(group) / group.nbytes / KEPT_PER_BYTE
-            costs = [kept, *[_PREFERENCE + kept / self._axis.size] * (len(states) - 1)]
+            # Each value that is cut is gathered or summed apart, in a layer of its own.
+            pieces = _PREFERENCE + group.kept_values * self._axis.prices.startup
+            costs = [kept, *[pieces + kept / self._axis.size] * (len(states) - 1)]
             self._sum.variable(group, costs)
 
     def _ways_of(self, kind: int, node: Node, count: int) -> _Ways:

@@ -33,6 +33,7 @@ class Group:
             them.
         of_rule: how the first of these has it.
         kept: the bytes, whole, that each step reads and writes of the program's state.
+        kept_values: how many values of it there are among them.
         within: the group that this one has become part of.
     """
 
@@ -45,7 +46,7 @@ class Group:
         self.orders: dict[int, tuple[str, ...]] = {}
         self.by_rule: set[tuple[str, int]] = set()
         self.is_free = False
-        self.kept = 0.0
+        self.kept, self.kept_values = 0.0, 0
         self.within: Group | None = None
 
     @property
