@@ -37,6 +37,7 @@ PLACEMENTS: dict[str, tuple[Placement, ...] | None] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(PLACEMENTS))
 def test_twelve_lengths_are_three_programs(mesh_2x4: DeviceMesh, name: str) -> None:
     """Placements stay, with lengths that don't divide, too."""

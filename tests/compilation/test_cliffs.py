@@ -102,6 +102,7 @@ INDEXED: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(INDEXED))
 def test_positions_are_inputs(mesh_2x4: DeviceMesh, name: str) -> None:
     function = INDEXED[name]

@@ -32,6 +32,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS))
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_schedules_do_not_recompile(mesh_2x4: DeviceMesh, optimizer: str, scheduler: str) -> None:
@@ -100,6 +101,7 @@ IN_THE_STEP = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("scheduler", list(IN_THE_STEP))
 def test_schedulers_stepped_in_the_step(
@@ -199,6 +201,7 @@ VALUES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("optimizer", list(VALUES))
 @pytest.mark.parametrize("kind", ["float", "tensor", "vector"])
 def test_values_in_an_optimizers_formula(mesh_2x4: DeviceMesh, kind: str, optimizer: str) -> None:

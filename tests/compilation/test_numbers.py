@@ -252,6 +252,7 @@ def test_floats(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(PLAIN[name], mesh_2x4, VALUES, X)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", list(RANDOM))
 def test_random_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
     """A step draws what eager code draws."""
@@ -315,6 +316,7 @@ BOUNDARIES: dict[str, tuple[Function, tuple]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(BOUNDARIES))
 def test_where_torch_decides(mesh_2x4: DeviceMesh, name: str) -> None:
     function, values = BOUNDARIES[name]

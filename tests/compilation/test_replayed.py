@@ -63,6 +63,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", ["2x4", "8"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_program_for_all_calls(name: str, shape: str) -> None:

@@ -114,6 +114,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -161,6 +161,7 @@ def gradients(how: str, p: float = 0.0) -> list[torch.Tensor]:
     return [value(t) for t in (again, x.grad, scale.grad, *(q.grad for q in layers.parameters()))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("how", "p"), [("scan", 0.0), ("scan", 0.4), ("kept", 0.4), ("kept and offloaded", 0.4)]
 )

@@ -98,6 +98,7 @@ def test_lazily_made_optimizer_state_compiles_once(
     assert step.recompilations == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("options", "compilations"),
     [

@@ -131,6 +131,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", ["2x4", "2x2x2"])
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("seed", range(3))

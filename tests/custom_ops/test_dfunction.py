@@ -183,6 +183,7 @@ class MinMax(DFunction):
         return g_low[..., None] * at_low + g_high[..., None] * (x == high[..., None])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("used", ["low", "high", "both"])
 @pytest.mark.parametrize("placements", [(S(0), R), (R, S(0)), (S(1), S(0))], ids=str)
 def test_several_results(mesh_2x4, placements, used):

@@ -50,6 +50,7 @@ def test_of_host_tensors():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "placements", [((S(0), R), (R, S(1))), ((S(0), S(1)), (R, S(0))), ((R, R), (R, R))], ids=str
@@ -202,6 +203,7 @@ class Swish(DFunction):
 DistributedOp("jax.Swish", rule="n h -> n h")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("view", ["itself", "local", "global"])
 def test_a_pallas_kernel(mesh_2x4, view, compiled):

@@ -173,6 +173,7 @@ def test_multinomial(weights: list[float]) -> None:
     assert str(theirs.value) in str(ours.value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("read", ["item", "cpu", "print", "synchronize", "shards"])
 def test_many_indices(

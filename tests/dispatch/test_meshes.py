@@ -33,6 +33,7 @@ def laid_out(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> Any:
     return distribute_tensor(value, mesh if names == "dp tp" else mesh[names], placements)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("a", LAYOUTS)
 @pytest.mark.parametrize("b", LAYOUTS)
 def test_sum_and_product(a: Layout, b: Layout, mesh: DeviceMesh) -> None:

@@ -20,6 +20,7 @@ def _meshes() -> tuple[xd.DeviceMesh, xd.DeviceMesh]:
     return dense, world._unflatten(0, (2, 4), ("rest", "ep"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_one_optimizer(how: str, compiled: bool) -> None:

@@ -61,6 +61,7 @@ def test_any_order(mesh_2x4: DeviceMesh, first: str) -> None:
         same(run(calls, place), run(calls, torch.clone))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("call", list(CALLS))
 def test_batched_compiled_and_per_device(call: str) -> None:
     expected = run((call, "apart", call), torch.clone)

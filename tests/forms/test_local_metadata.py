@@ -40,6 +40,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("placements", LAYOUTS)
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_on_local_tensors(mesh_2x4: DeviceMesh, placements: tuple, name: str) -> None:

@@ -35,6 +35,7 @@ def _joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "OFTEN", 0)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_programs(seed: int) -> None:
     program = draw(seed)

@@ -77,6 +77,7 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("given", [HALF, FULL], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_precision(name: str, given: torch.dtype, mesh_2x4: DeviceMesh) -> None:
@@ -164,6 +165,7 @@ class Half(nn.Module):
 
 
 # A scaler decides on the host whether to step: that stays outside of a compiled step.
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "scaled"),
     [

@@ -124,6 +124,7 @@ def rms_norm(x: Any) -> Any:
     return F.rms_norm(x, (4,), x[0] * 2, 0.1).pow(3).sum()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("function", [attention, linear, rms_norm], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "transform", ["grad", "vmap_grad", "jvp", "vjp", "jacrev", "jacfwd", "hessian", "dual"]
@@ -159,6 +160,7 @@ BY_PARTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("where", ["device", "sharded"])
 @pytest.mark.parametrize("way", BY_PARTS)
 def test_a_boolean_mask_hides_where_attention_is_taken_apart(

@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "masked"),
     [*((name, False) for name in LAYOUTS), ("batch, heads", True), ("queries, keys", True)],
@@ -218,6 +219,7 @@ MADE_IN_THE_STEP: dict[str, tuple[Any, tuple[bool, bool]]] = {
 }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", MADE_IN_THE_STEP)
 def test_masks_that_a_step_makes(

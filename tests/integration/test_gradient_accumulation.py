@@ -15,6 +15,7 @@ from tests.conftest import make_mesh
 COMPILED = pytest.mark.parametrize("compiled", ["eager", "one_step", "steps"])
 
 
+@pytest.mark.one_in(3)
 @COMPILED
 @pytest.mark.parametrize("order", list(itertools.permutations(["shared", "dp", "tp"])))
 def test_plain_leaf(order: tuple[str, ...], compiled: str) -> None:

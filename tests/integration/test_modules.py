@@ -214,6 +214,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 @pytest.mark.parametrize("how", ["eager", "watched", "replayed"])
 @pytest.mark.parametrize("place", ["xla", "mesh"])

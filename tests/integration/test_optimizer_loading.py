@@ -43,6 +43,7 @@ def sharded(made: nn.Module, way: str, mesh: DeviceMesh) -> nn.Module:
     return xd.parallel.shard_by_size(made, mesh, least=4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["fully_shard", "by size"])

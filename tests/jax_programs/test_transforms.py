@@ -74,6 +74,7 @@ def test_jit(expected: Expected) -> None:
     close(jax.jit(expected.apply)(expected.params, *expected.arrays), expected.out)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("jit", [False, True])
 def test_grad(expected: Expected, jit: bool) -> None:
     gradient = jax.grad(expected.loss, argnums=expected.argnums())
@@ -94,6 +95,7 @@ def _rows(expected: Expected, params: Any, *arrays: Any) -> Any:
     return jax.vmap(one)(*arrays)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_BATCHES])
 def test_vmap(name: str) -> None:
     expected = Expected(name)
@@ -125,6 +127,7 @@ def test_scan(name: str) -> None:
     expected.check(found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_BATCHES])
 def test_shard_map(name: str, checks: bool) -> None:

@@ -25,6 +25,7 @@ def rows(size: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("size", [16, 13, 5, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_argmax_and_argmin(size: int, dtype: torch.dtype) -> None:

@@ -272,6 +272,7 @@ OPERATIONS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_random_programs(first: int) -> None:
     for seed in range(first, first + 50):

@@ -75,6 +75,7 @@ def moved(function: Callable[..., Any], layouts: Any, *given: Any) -> tuple[int,
     return collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes, result
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(CASES))
 def test_no_more_than_operation_by_operation(name: str) -> None:
     mesh_name, function, inputs = CASES[name]

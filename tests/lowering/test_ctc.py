@@ -16,6 +16,7 @@ def _inputs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(STEPS, BATCH, CLASSES), torch.randint(1, CLASSES, (BATCH, 4))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_call(op: Any, args: Any) -> None:
         assert check_call(op, *args, **keywords).mismatches == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
 def test_scatter_reduce(reduce: str, include_self: bool) -> None:

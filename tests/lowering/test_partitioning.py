@@ -23,6 +23,7 @@ REGRESSIONS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "mesh", "numbers"), REGRESSIONS)
 def test_what_was_wrong(name: str, mesh: str, numbers: tuple[int, ...]) -> None:
     found = [run(case(name, number), make_mesh(mesh)) for number in numbers]

@@ -66,6 +66,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_distribution(case: Case) -> None:
     name, args, mean, deviation, valid = case

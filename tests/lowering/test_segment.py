@@ -45,6 +45,7 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("initial", [None, 0.5])
 @pytest.mark.parametrize("reduce", NAMES)
 @pytest.mark.parametrize("name", CASES)
@@ -56,6 +57,7 @@ def test_equals_cpu_torch(name: str, reduce: str, initial: float | None) -> None
     torch.testing.assert_close([on_cpu(t) for t in found], expected, equal_nan=True)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placements", [[Shard(0), Replicate()], [Replicate(), Shard(0)]], ids=str)
 @pytest.mark.parametrize("reduce", ["mean", "amax", "prod"])
 @pytest.mark.parametrize("name", CASES)

@@ -58,6 +58,7 @@ def check(actual: xd.XLATensor, expected: Sequence[torch.Tensor]) -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5, msg=lambda m, i=i: f"{i}: {m}")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh_name, placements", LAYOUTS)
 def test_there_and_back(mesh_name: str, placements: tuple[Placement, ...]) -> None:
     mesh = make_mesh(mesh_name)
@@ -223,6 +224,7 @@ LOCAL_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(LOCAL_OPS))
 def test_operations(mesh_2x4: DeviceMesh, name: str) -> None:
     """Each device computes on its own values, between tensors that vary along different dims."""

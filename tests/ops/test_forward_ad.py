@@ -33,6 +33,7 @@ PLACES: dict[str, Callable[[torch.Tensor, DeviceMesh], torch.Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_dual_numbers(function: Any, place: Any, mesh_2x4: DeviceMesh) -> None:

@@ -125,6 +125,7 @@ def _set_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(MIXED))
 def test_tensors_of_other_kinds(mesh_2x4: DeviceMesh, name: str) -> None:
     function = MIXED[name]

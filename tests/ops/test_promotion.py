@@ -54,6 +54,7 @@ def test_reductions_in_another_dtype(mesh_2x4: DeviceMesh, name: str) -> None:
             close(result.cpu(), expected, tolerance and (tolerance, tolerance))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", [None, "floor", "trunc"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.float32], ids=str)
 def test_division(mesh_2x4: DeviceMesh, mode: str | None, dtype: torch.dtype) -> None:

@@ -136,6 +136,7 @@ def second_order(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["gru_both_ways", "lstm_projected", "rnn"])

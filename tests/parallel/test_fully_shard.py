@@ -47,6 +47,7 @@ from xla_dtensor.planning.collectives import collectives as program_collectives
 # --- layouts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "up", "down", "up_bias", "root"),
     [

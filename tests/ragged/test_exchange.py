@@ -74,6 +74,7 @@ def placed(values: torch.Tensor, mesh: Any) -> Any:
     return xd.from_device_values(list(values), mesh)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint"])
 @pytest.mark.parametrize("function", [titan, megatron, transformers], ids=lambda f: f.__name__)
 def test_as_libraries_write_it(function: Any, way: str, mesh: Any) -> None:

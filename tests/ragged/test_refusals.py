@@ -70,6 +70,7 @@ def counts_of(seed: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(to, DEVICES).sum(1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case: str, compiled: bool, mesh: Any) -> None:

@@ -232,6 +232,7 @@ def test_a_leafs_gradient_is_sharded_as_the_leaf(mesh_2x4: DeviceMesh) -> None:
         torch.testing.assert_close(w.grad.cpu(), inputs.T @ torch.ones(8, 8))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
 def test_deepcopy(mesh_2x4: DeviceMesh, placements: tuple[Placement, ...]) -> None:
     value = torch.randn(5, 6)

@@ -38,6 +38,7 @@ def placements_of(model: nn.Module) -> dict[str, Any]:
     return {name: p.placements for name, p in model.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_is_torchs(name: str) -> None:
     own, data = CONFIGURATIONS[name], batch(8)

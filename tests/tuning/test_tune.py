@@ -304,6 +304,7 @@ class Gated(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(
     ("topology", "each"),

@@ -56,6 +56,7 @@ def each_device_has_its_part(tensor: Any, value: torch.Tensor) -> None:
             assert torch.equal(own.cpu(), part)
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("target", ["row", "square", "all", "two", "one", "overlapping"])
 @pytest.mark.parametrize("source", ["row", "all", "one"])
 def test_any_layout_to_any_other(source: str, target: str) -> None:
@@ -94,6 +95,7 @@ def by_groups(tensors: list[torch.Tensor], groups: int, dim: int = 0) -> torch.T
     return torch.cat([part[g] for g in range(groups) for part in cut], dim)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("placements", [(R, S(0)), (S(0), S(1)), (S(1), S(0)), (S(0), S(0))])
 def test_query_key_and_value_of_other_sizes(groups: int, placements: Any) -> None:

@@ -80,7 +80,7 @@ class Probabilities:
 
 
 @dataclass(frozen=True)
-class Counts:
+class Summands:
     """Numbers that make ``total`` together, along the last dim.
 
     Attributes:
@@ -119,7 +119,7 @@ class Divisors:
         return RuntimeError("ZeroDivisionError") if zero else None
 
 
-Condition = Indices | Probabilities | Counts | Divisors
+Condition = Indices | Probabilities | Summands | Divisors
 Bounds = Callable[[Arguments], list[tuple[Where, Condition]]]
 
 BOUNDS: Registry[Bounds] = Registry("bounds", changes)
@@ -245,7 +245,7 @@ def repeat_interleave(args: Arguments) -> list[tuple[Where, Condition]]:
     if "repeats" not in args or total is None:
         return []
     otherwise = "allocated size does not match required size"
-    return [("repeats", Counts(total, "repeats can not be negative", otherwise))]
+    return [("repeats", Summands(total, "repeats can not be negative", otherwise))]
 
 
 @bounds("segment_reduce")
@@ -256,7 +256,7 @@ def segment_reduce(args: Arguments) -> list[tuple[Where, Condition]]:
     total = args["data"].shape[len(lengths.shape) - 1]
     what = "Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1)"
     otherwise = f"segment_reduce(): {what} when !unsafe."
-    return [("lengths", Counts(total, "lengths contains negative value!", otherwise))]
+    return [("lengths", Summands(total, "lengths contains negative value!", otherwise))]
 
 
 @bounds("multinomial")
