@@ -200,15 +200,20 @@ OF_ROWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_what_is_behind_the_rows_never_shows(compiled: bool, mesh: Any) -> None:
-    x, ids = inputs()[0], IDS["drawn"]
+def arriving(x: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """The rows that each device gets, by CPU torch: those for its experts, by who sends them."""
     to = ids // LOCAL
     order = [i.argsort(stable=True) for i in ids]
-    own = [
+    return [
         torch.cat([x[s][order[s]][to[s][order[s]] == d] for s in range(RANKS)])
         for d in range(RANKS)
     ]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_is_behind_the_rows_never_shows(compiled: bool, mesh: Any) -> None:
+    x, ids = inputs()[0], IDS["drawn"]
+    own = arriving(x, ids)
 
     def step(x: Any, ids: Any) -> Any:
         rows, arrived = exchanged(x, ids, mesh)

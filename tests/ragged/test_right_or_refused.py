@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import xla_dtensor as xd
-from tests.ragged.test_exchange import DIM, IDS, LOCAL, RANKS, exchanged, inputs, near, placed
+from tests.ragged.test_exchange import DIM, IDS, RANKS, arriving, exchanged, inputs, near, placed
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     **{
@@ -199,12 +199,7 @@ def flat(wanted: Any) -> list[torch.Tensor]:
 def test_each_is_right_or_refused() -> None:
     mesh = xd.init_device_mesh("xla", (2, RANKS), mesh_dim_names=("dp", "ep"))["ep"]
     x, ids = inputs()[0], IDS["drawn"]
-    to = ids // LOCAL
-    order = [i.argsort(stable=True) for i in ids]
-    own = [
-        torch.cat([x[s][order[s]][to[s][order[s]] == d] for s in range(RANKS)])
-        for d in range(RANKS)
-    ]
+    own = arriving(x, ids)
     rows, _ = exchanged(placed(x, mesh), placed(ids, mesh), mesh)
     # Behind the rows there is what would show.
     behind = (

@@ -104,10 +104,7 @@ def test_sequences_that_end() -> None:
     for eos in (ends, ends[:1], [whole[0][6], whole[1][6]]):
         options = {"eos_token_id": eos, "max_new_tokens": 12}
         check(model, expected, prompt(6), **options)
-        seen: list[list[int]] = [[], []]
-        for kept, used, on in ((seen[0], expected, "cpu"), (seen[1], model, "xla")):
-            generated(used, prompt(6), on, streamer=Streamer(kept), **options)
-        assert seen[0] == seen[1]
+        check_streamed(generated, model, expected, **options)
 
 
 class Streamer:
@@ -121,6 +118,14 @@ class Streamer:
 
     def end(self) -> None:
         self.kept.append(-1)
+
+
+def check_streamed(generated: Any, model: Any, expected: Any, **options: Any) -> None:
+    """A streamer is told the same tokens."""
+    seen: list[list[int]] = [[], []]
+    for kept, used, on in ((seen[0], expected, "cpu"), (seen[1], model, "xla")):
+        generated(used, prompt(6), on, streamer=Streamer(kept), **options)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 import xla_dtensor as xd
 from tests.transformers import harness
 from tests.transformers.architectures import BY_NAME
-from tests.transformers.test_generate import Streamer, counts, on_mesh, prompt
+from tests.transformers.test_generate import Streamer, check_streamed, counts, on_mesh, prompt
 from xla_dtensor.ecosystem import transformers_generate, transformers_generate_when
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,10 +60,7 @@ def test_sequences_that_end() -> None:
     for eos in ([whole[0][7], whole[1][9]], [whole[0][7], 63], [whole[0][6], whole[1][6]]):
         options = {"eos_token_id": eos, "max_new_tokens": 12}
         check(model, expected, prompt(6), **options)
-        seen: list[list[int]] = [[], []]
-        for kept, used, on in ((seen[0], expected, "cpu"), (seen[1], model, "xla")):
-            generated(used, prompt(6), on, streamer=Streamer(kept), **options)
-        assert seen[0] == seen[1]
+        check_streamed(generated, model, expected, **options)
     assert counts(model) == (1, 1, 1, 1)
 
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+from xla_dtensor.base.numbers.symbolic_node import SymbolicNode
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DataDependentError
 
@@ -54,7 +55,7 @@ def refuse(node: Any, what: str) -> NoReturn:
     )
 
 
-class Comparison:
+class Comparison(SymbolicNode):
     """The node of a ``torch.SymBool``: a comparison of such numbers.
 
     torch's C++, which only chooses between ways to compute the same, is told what holds of the
@@ -71,25 +72,7 @@ class Comparison:
     ) -> None:
         self.of, self.text, self.known, self.by_hint, self.what = of, text, known, by_hint, what
 
-    def is_int(self) -> bool:
-        return False
-
-    def is_float(self) -> bool:
-        return False
-
     def is_bool(self) -> bool:
-        return True
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def has_hint(self) -> bool:
         return True
 
     def maybe_as_bool(self) -> bool | None:

@@ -21,6 +21,7 @@ from xla_dtensor.base.executor import trace
 from xla_dtensor.base.numbers.counts import Counts, Terms
 from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.row_comparisons import Comparison, executor, refuse
+from xla_dtensor.base.numbers.symbolic_node import SymbolicNode
 
 # What stands for a number that nothing is known of, where torch's C++ chooses between ways to
 # compute the same (is it 0, is it 1, are these equal).
@@ -46,7 +47,7 @@ def has_counts(values: Any) -> bool:
     return values is not None and any(map(is_count, values))
 
 
-class CountNode:
+class CountNode(SymbolicNode):
     """The node of a ``torch.SymInt``: a sum of entries of `Counts`, and a constant.
 
     Attributes:
@@ -150,24 +151,6 @@ class CountNode:
     # --- what torch asks of a node --------------------------------------------------------------
 
     def is_int(self) -> bool:
-        return True
-
-    def is_float(self) -> bool:
-        return False
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def has_hint(self) -> bool:
         return True
 
     def maybe_as_int(self) -> int | None:

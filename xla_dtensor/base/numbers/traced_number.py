@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.numbers.symbolic_node import SymbolicNode
 
 # What guards are told to: (compute the number from the inputs' values, predicate text, outcome).
 GuardSink = Callable[["NumberNode", str, Any], None]
@@ -32,7 +33,7 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
-class NumberNode:
+class NumberNode(SymbolicNode):
     """The node of a ``torch.SymFloat`` or ``torch.SymInt``: a traced number with its present value.
 
     Attributes:
@@ -85,21 +86,6 @@ class NumberNode:
 
     def is_float(self) -> bool:
         return not is_integer(self.value)
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_constant(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def has_hint(self) -> bool:
-        return True
 
     def maybe_as_int(self) -> None:
         return None
@@ -236,7 +222,7 @@ class NumberNode:
 NumberNode.str = NumberNode._graph_repr  # type: ignore[attr-defined]
 
 
-class ComparisonNode:
+class ComparisonNode(SymbolicNode):
     """The node of a ``torch.SymBool`` whose outcome is decided (and guarded) already."""
 
     def __init__(self, outcome: bool) -> None:
@@ -244,18 +230,6 @@ class ComparisonNode:
 
     def is_bool(self) -> bool:
         return True
-
-    def is_int(self) -> bool:
-        return False
-
-    def is_float(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_constant(self) -> bool:
-        return False
 
     def bool_(self) -> bool:
         return self.outcome
