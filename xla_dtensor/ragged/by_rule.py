@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.plans.ops import info_of
@@ -35,24 +36,6 @@ WAY = (
     "What works are operations on each row, sums over rows, products, gathers and scatters by "
     "rows, split and cat; else compute in buffers of one size, with a mask (xd.row_exchange)"
 )
-
-
-def leaves_of(values: Any) -> list[Any]:
-    """Tensors and numbers among arguments, lists taken apart, in order."""
-    if isinstance(values, list | tuple):
-        return [leaf for value in values for leaf in leaves_of(value)]
-    if isinstance(values, dict):
-        return [leaf for value in values.values() for leaf in leaves_of(value)]
-    return [values]
-
-
-def mapped(values: Any, function: Any) -> Any:
-    """Arguments with each tensor and number replaced."""
-    if isinstance(values, list | tuple):
-        return [mapped(value, function) for value in values]
-    if isinstance(values, dict):
-        return {name: mapped(value, function) for name, value in values.items()}
-    return function(values)
 
 
 def bound_of(number: Any) -> int:
@@ -127,10 +110,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = _with_tensors(func, args, kwargs)
     if as_scalar:  # the overload that takes a tensor there
         return func.overloadpacket(*args, **kwargs)
-    tensors = [t for t in leaves_of((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     own = [t for t in tensors if isinstance(t, RaggedTensor)]
     if not own:
-        if any(map(is_count, leaves_of((args, kwargs)))):
+        if any(map(is_count, pytree.tree_leaves((args, kwargs)))):
             raise DataDependentError(
                 f"{name} with a number of rows that is a value on the devices (of tolist())"
                 f"{user_line()}\n{WAY}"
@@ -160,7 +143,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Where integers are looked at: indices, and what is divided by.
         return buffer(t, 1 if divides else fill if pointwise else 0)
 
-    results = func(*mapped(args, given), **mapped(kwargs, given))
+    buffers, options = pytree.tree_map(given, (args, kwargs))
+    results = func(*buffers, **options)
     flat = iter(zip(out_shapes, dims, strict=True))
     by_buffer = {id(filled(t)): t for t in own}
 
@@ -175,9 +159,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         dim, size = placement.dim, shape[placement.dim]
         return ragged(value, dim, _scaled(own[0], rows, size, bound, name))
 
-    if isinstance(results, torch.Tensor):
-        return wrapped(results)
-    return type(results)(map(wrapped, results)) if isinstance(results, list | tuple) else results
+    return pytree.tree_map(wrapped, results)
 
 
 def _scaled(tensor: Any, rows: CountNode, size: int, bound: int, name: str) -> CountNode:
@@ -227,15 +209,17 @@ def _asked(
 
     on_meta = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items()}
     try:
-        metas = leaves_of(func(*mapped(args, shape_of), **mapped(on_meta, shape_of)))
+        metas = pytree.tree_leaves(
+            func(*pytree.tree_map(shape_of, args), **pytree.tree_map(shape_of, on_meta))
+        )
     except RuntimeError as error:  # also where torch has no formula of shapes
         return refuse(own[0], f"{name} ({error})", WAY)
     shapes = [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in metas]
-    given = mapped(args, info_of_tensor), mapped(kwargs, info_of_tensor)
+    given = pytree.tree_map(info_of_tensor, (args, kwargs))
     said = infer(func, tuple(given[0]), given[1], shapes, (1,))
     if said is None or said.exchanges:
         return refuse(own[0], name, WAY)
-    infos = [t for t in leaves_of(given) if isinstance(t, TensorInfo)]
+    infos = [t for t in pytree.tree_leaves(given) if isinstance(t, TensorInfo)]
     if [t.placements for t in infos] != [tuple(p) for p in said.inputs]:
         refuse(own[0], name, WAY)
     outputs = [p for (p,) in said.outputs]

@@ -14,10 +14,9 @@ import torch
 from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.numbers.counts import Counts, asked_before
 from xla_dtensor.base.numbers.row_counts import numbers_of
-from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass
+from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass, pytree
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.plans.ops import info_of
-from xla_dtensor.ragged.by_rule import mapped
 
 _MOST_DIMS = 2
 
@@ -65,9 +64,9 @@ class CountsOnHost(torch.Tensor):
         elsewhere = device is not None and torch.device(device).type != "cpu"
         if not elsewhere:
             kwargs.pop("device", None)
-        given = mapped((list(args), kwargs), lambda x: x.there if isinstance(x, cls) else x)
+        given = pytree.tree_map_only(cls, lambda x: x.there, (args, kwargs))
         found = func(*given[0], **given[1])
-        return found if elsewhere else mapped(found, _on_host)
+        return found if elsewhere else pytree.tree_map(_on_host, found)
 
     def value(self) -> torch.Tensor:
         """The value, which raises where there is none."""

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.base.numbers import row_comparisons
 from xla_dtensor.base.numbers.row_counts import CountNode, is_count
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import XlaDTensorError
 from xla_dtensor.mesh.group import resolve_group
 from xla_dtensor.plans.ops import info_of
@@ -21,8 +22,6 @@ from xla_dtensor.ragged import (
 from xla_dtensor.ragged.by_rule import (
     WAY,
     bound_of,
-    leaves_of,
-    mapped,
     masked,
     ragged,
     resized,
@@ -59,7 +58,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         except RuntimeError as error:
             if isinstance(error, XlaDTensorError):
                 raise
-            own = [t for t in leaves_of((args, kwargs)) if isinstance(t, RaggedTensor)]
+            own = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, RaggedTensor)]
             if not own:
                 raise
             refuse(own[0], f"{info.name} ({error})", WAY)
@@ -192,12 +191,12 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _grouped_mm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Rows behind the last offset are in no group."""
     left, right = args[:2]
-    own = [t for t in leaves_of((args, kwargs)) if isinstance(t, RaggedTensor)]
+    own = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, RaggedTensor)]
     rows = same_rows(own, "_grouped_mm")
     bound = min(filled(t).shape[t.along] for t in own)
-    given = mapped(
-        (list(args), kwargs),
+    given = pytree.tree_map(
         lambda t: resized(masked(t), t.along, bound) if isinstance(t, RaggedTensor) else t,
+        (args, kwargs),
     )
     found = func(*given[0], **given[1])
     by_rows = left.ndim == 2 and right.ndim == 3 and left.along == 0
