@@ -127,6 +127,51 @@ def test_a_bound_of_the_users(compiled: bool, mesh: Any) -> None:
         found.local_values()
 
 
+# Of x (4 rows) and counts of two entries, each as torch does it.
+LENGTHS: dict[str, Any] = {
+    "split": lambda x, counts: x.split(counts.tolist())[1].sum(),
+    "zeros": lambda x, counts: torch.zeros(_small(counts), device=x.device).sum(),
+    "new_ones": lambda x, counts: x.new_ones(_small(counts), 2).sum(),
+    "arange": lambda x, counts: torch.arange(_small(counts), device=x.device).sum(),
+    "narrow": lambda x, counts: x.narrow(0, 0, _small(counts)).sum(),
+    "repeat_interleave": lambda x, counts: torch.repeat_interleave(
+        counts, output_size=_small(counts, 2)
+    ).sum(),
+}
+
+
+def _small(counts: Any, of: int = 1) -> Any:
+    n = sum(counts.tolist()[:of])
+    torch._check(n <= 4)
+    return n
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_a_negative_number_is_no_length(case: str, compiled: bool, mesh: Any) -> None:
+    function = LENGTHS[case]
+    x = torch.arange(1.0, 5)
+
+    def step(x: Any, counts: Any) -> Any:
+        return function(x, counts)
+
+    run: Any = xd.compile(step) if compiled else step
+
+    def called(counts: Any) -> Any:
+        placed = (xd.from_device_values(values, mesh) for values in ([x] * DEVICES, list(counts)))
+        return run(*placed).local_values()
+
+    counts = torch.tensor([[1, 3], [4, 0], [0, 4], [2, 2]])
+    expected = [function(x, c) for c in counts]
+    assert all(map(torch.equal, called(counts), expected))
+    counts[2] = torch.tensor([-1, 5])
+    if case != "repeat_interleave":  # CPU torch 2.13 writes to memory that isn't its own
+        with pytest.raises(RuntimeError):
+            function(x, counts[2])
+    with pytest.raises(RuntimeError, match=r"is negative|behind the last row"):
+        called(counts)
+
+
 def test_one_list_for_all_devices(mesh: Any) -> None:
     x = xd.from_device_values([torch.ones(ROWS)] * DEVICES, mesh)
     with pytest.raises(xd.UnsupportedOpError, match=r"counts\.tolist\(\)"):

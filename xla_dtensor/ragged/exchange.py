@@ -14,7 +14,7 @@ from xla_dtensor.mesh.group import MeshGroup
 from xla_dtensor.movement import collectives, row_exchange
 from xla_dtensor.ragged.by_rule import ragged, resized, unwrapped
 from xla_dtensor.ragged.tensor import RaggedTensor, filled
-from xla_dtensor.ragged.values import check, node_of, number_of, scalar, vector
+from xla_dtensor.ragged.values import check, check_lengths, node_of, number_of, scalar, vector
 
 
 def exchange(
@@ -42,6 +42,7 @@ def exchange(
     dim = tensor.along if isinstance(tensor, RaggedTensor) else 0
     if dim:
         raise UnsupportedOpError("all_to_all_single sends rows, and dim 0 has one length here")
+    check_lengths(input_sizes, "all_to_all_single")
     total = _total(input_sizes)
     _check_total(tensor, total)
     buffer = unwrapped(tensor)

@@ -32,6 +32,7 @@ from xla_dtensor.ragged.handlers import HANDLERS, plain, takes
 from xla_dtensor.ragged.on_host import CountsOnHost, stays
 from xla_dtensor.ragged.tensor import RaggedTensor, filled, let_run, refuse
 from xla_dtensor.ragged.values import (
+    check_lengths,
     check_most,
     node_of,
     number_of,
@@ -113,6 +114,7 @@ def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if most is None and "empty" in info_of(func).name:
         like = func(*first, [1 if i == dim else n for i, n in enumerate(known)], *rest, **kwargs)
         return RaggedTensor(None, dim, rows, like=like)
+    check_lengths(known[dim : dim + 1], info_of(func).name)
     known[dim] = bound_of(known[dim])
     return RaggedTensor(func(*first, known, *rest, **kwargs), dim, rows)
 
@@ -123,6 +125,7 @@ def _arange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if step != 1 or is_count(start):
         return NotImplemented
     rows = node_of(end).sub(node_of(start))
+    check_lengths([torch.SymInt(rows)], "arange")
     most = bound_of(torch.SymInt(rows))
     return ragged(torch.arange(start, start + most, **kwargs), 0, rows)
 

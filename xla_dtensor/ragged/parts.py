@@ -11,7 +11,7 @@ from xla_dtensor.plans.ops import info_of
 from xla_dtensor.ragged.by_rule import WAY, bound_of, ragged
 from xla_dtensor.ragged.handlers import plain, takes
 from xla_dtensor.ragged.tensor import RaggedTensor, filled, refuse
-from xla_dtensor.ragged.values import check, node_of, number_of, scalar, vector
+from xla_dtensor.ragged.values import check, check_lengths, node_of, number_of, scalar, vector
 
 
 def _part(tensor: Any, dim: int, start: CountNode, rows: CountNode) -> Any:
@@ -34,6 +34,7 @@ def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(tensor, RaggedTensor) and dim == tensor.along:
             refuse(tensor, "split into parts of known sizes", WAY)
         return NotImplemented
+    check_lengths(sizes, "split_with_sizes")
     start = CountNode({}, 0)
     parts = []
     for size in sizes:
@@ -152,6 +153,7 @@ def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return NotImplemented
         refuse(tensor, "repeat_interleave by so many counts", WAY)
     rows = node_of(size)
+    check(repeats >= 0, "repeat_interleave: a count is negative")
     check(
         repeats.sum() == scalar(size), "repeat_interleave: output_size isn't the sum of the counts"
     )

@@ -64,6 +64,26 @@ def check(holds: Any, message: str) -> None:
     assert_true(holds.all(), message)
 
 
+def check_lengths(numbers: Sequence[Any], what: str) -> None:
+    """Assert that none of them is negative, as torch does of sizes; of each once.
+
+    Raises:
+        RuntimeError: one is, and that is known.
+    """
+    unknown = []
+    for node in map(node_of, numbers):
+        exact = node.exact()
+        if exact is not None and exact < 0:
+            raise RuntimeError(f"{what}: a size is negative ({exact})")
+        if exact is None and not any(node.key in counts.lengths for counts, _ in node.terms_of):
+            unknown.append(node)
+    if unknown:
+        check(vector([number_of(n) for n in unknown]) >= 0, f"{what}: a size is negative")
+    for node in unknown:
+        for counts in {counts for counts, _ in node.terms_of}:
+            counts.lengths.add(node.key)
+
+
 def check_most(node: CountNode, most: int) -> None:
     """Assert that a number is at most so much (``torch._check(n <= 64)``)."""
     check(scalar(torch.SymInt(node)) <= most, f"a number of rows is above {most}, its bound")

@@ -285,7 +285,12 @@ class _Search:
                     for name, first in problem.first.items()
                 }
                 own = dataclasses.replace(plain, parameters=parameters)
-                found.append(Trial(own, cost, available=self._memory))
+                trial = Trial(own, cost, available=self._memory)
+                if found and found[-1].configuration == own:
+                    # The steps differ in what `xd.compile` decides, so it would be the same one.
+                    found[-1] = min(found[-1], trial, key=Trial.rank)
+                else:
+                    found.append(trial)
                 if not self.is_short(found[-1]):
                     break
         return found

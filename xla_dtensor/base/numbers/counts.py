@@ -23,6 +23,7 @@ class Counts:
         most: what they are at most.
         equal: sums of other entries that are the same.
         matched: lists of sizes of which it has been checked that one is what the others send.
+        lengths: sums that have been checked not to be negative.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -33,6 +34,7 @@ class Counts:
         self.most: dict[Terms, int] = {}
         self.equal: dict[Terms, Any] = {}
         self.matched: set[Any] = set()
+        self.lengths: set[Any] = set()
 
 
 class _Link:
