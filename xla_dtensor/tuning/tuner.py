@@ -43,6 +43,8 @@ from xla_dtensor.tuning.trial import Trial, apart
 
 Build = Callable[..., Callable[..., Any]]
 
+# What two solutions cost that are ties but for the order in which numbers are added up.
+_TIE = 1e-6
 _ENOUGH = 0.5  # of the memory: a step that takes no more by the estimate fits
 _MICROBATCHES = (1, 2, 4)
 _NOTHING_AGAIN = {
@@ -286,9 +288,11 @@ class _Search:
                 }
                 own = dataclasses.replace(plain, parameters=parameters)
                 trial = Trial(own, cost, available=self._memory)
-                if found and found[-1].configuration == own:
-                    # The steps differ in what `xd.compile` decides, so it would be the same one.
+                if found and trial.configuration == found[-1].configuration:
+                    # Else the steps differ in what `xd.compile` decides: it's one program.
                     found[-1] = min(found[-1], trial, key=Trial.rank)
+                elif found and math.isclose(cost.rank, found[-1].estimate.rank, rel_tol=_TIE):
+                    found[-1] = trial  # as quick, with less memory
                 else:
                     found.append(trial)
                 if not self.is_short(found[-1]):
