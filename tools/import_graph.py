@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("movement", "blocks"),
     ("compilation", "custom_ops", "parallel", "checkpoint", "data", "weights"),
     ("horovod", "compat", "pipeline", "planning", "jax_programs", "elastic", "ragged"),
-    ("debug", "tuning", "metrics"),
+    ("debug", "tuning", "metrics", "control_flow"),
     ("integration",),
     ("ecosystem",),
     ("torchtitan",),

@@ -35,7 +35,13 @@ from xla_dtensor.integration.modules import (
     loading,
     module_hooks,
 )
-from xla_dtensor.integration.operators import autocast, flex_attention, recomputation, subclasses
+from xla_dtensor.integration.operators import (
+    autocast,
+    control_flow,
+    flex_attention,
+    recomputation,
+    subclasses,
+)
 from xla_dtensor.integration.optimizers import loading as optimizer_loading
 from xla_dtensor.integration.optimizers import optimizer_steps
 from xla_dtensor.integration.patching.on_import import on_import
@@ -57,6 +63,7 @@ def install() -> None:
     registration.install()
     autocast.install()
     flex_attention.install()
+    control_flow.install()
     optimizer_steps.install()
     optimizer_loading.install()
     _hook_mesh_class()

@@ -55,6 +55,10 @@ NAMES = {
     "TransformGetItemToIndex": (
         "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex"
     ),
+    # Loops as functions, which are in no public module yet; beside them torch.cond.
+    "while_loop": "torch._higher_order_ops.while_loop:while_loop",
+    "scan": "torch._higher_order_ops.scan:scan",
+    "map_along": "torch._higher_order_ops.map:map",
     # --- modes ---
     # Documented, though nowhere in public; our own modes are made of it.
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",

@@ -1,0 +1,310 @@
+"""`torch.cond`, `while_loop`, `scan`, `map` in both modes, as Python does it on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xla_dtensor as xd
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.torch_private import pytree
+
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+def _while(cond_fn: Any, body_fn: Any, carried: Any) -> Any:
+    while cond_fn(*carried):
+        carried = body_fn(*carried)
+    return carried
+
+
+def _scan(combine_fn: Any, init: Any, xs: Any, dim: int = 0, reverse: bool = False) -> Any:
+    flat, tree = pytree.tree_flatten(xs)
+    rows = list(zip(*(x.unbind(dim) for x in flat), strict=True))
+    carry, ys = init, []
+    for row in reversed(rows) if reverse else rows:
+        carry, y = combine_fn(carry, pytree.tree_unflatten(row, tree))
+        ys.append(y)
+    ys = ys[::-1] if reverse else ys
+    stacked = pytree.tree_map(lambda *each: torch.stack(each), *ys)
+    return carry, pytree.tree_map(lambda y: y.movedim(0, dim) if dim < y.ndim else y, stacked)
+
+
+# torch's functions, and what they mean: those of the CPU take seconds to be compiled.
+TORCH = SimpleNamespace(
+    cond=torch.cond,
+    while_loop=torch_private.while_loop,
+    scan=torch_private.scan,
+    map=torch_private.map_along,
+)
+PYTHON = SimpleNamespace(
+    cond=lambda pred, yes, no, operands=(): (yes if pred else no)(*operands),
+    while_loop=_while,
+    scan=_scan,
+    map=lambda f, xs, *args: _scan(lambda c, x: (c, f(x, *args)), None, xs)[1],
+)
+
+
+def branch(by: Any, x: Any, w: Any) -> Any:
+    return by.cond(x.sum() > 0, lambda x: x @ w, lambda x: (x * 2).sin() @ w, (x,))
+
+
+def branch_of_structures(by: Any, x: Any, w: Any) -> Any:
+    def one(given: Any) -> Any:
+        return {"a": given["x"] * 2, "b": (given["x"].sum(), w.t())}
+
+    def other(given: Any) -> Any:
+        return {"a": given["x"] - 1, "b": (given["x"].mean(), w + 0)}
+
+    return by.cond((x.sum() > 0).reshape(1), one, other, ({"x": x},))
+
+
+def branch_without_operands(by: Any, x: Any, w: Any) -> Any:
+    return by.cond(x.sum() > 0, lambda: x.exp(), lambda: w.cos())
+
+
+def branch_in_branch(by: Any, x: Any, w: Any) -> Any:
+    def inner(x: Any) -> Any:
+        return by.cond(x[0, 0] > 0, lambda x: x * w, lambda x: x - w, (x,))
+
+    return by.cond(x.sum() > 0, inner, lambda x: x.clone(), (x,))
+
+
+def loop(by: Any, x: Any, w: Any) -> Any:
+    x, w = x.detach(), w.detach()
+    count = torch.zeros((), dtype=torch.int64, device=x.device)
+    return by.while_loop(
+        lambda n, x: (n < 20) & (x.abs().max() < 10), lambda n, x: (n + 1, x @ w + x), (count, x)
+    )
+
+
+def loop_that_does_not_run(by: Any, x: Any, w: Any) -> Any:
+    return by.while_loop(lambda x: x.sum() > 1e9, lambda x: (x + 1,), (x.detach(),))
+
+
+def loop_over_doubles(by: Any, x: Any, w: Any) -> Any:
+    wide = x.detach().double()
+    big = torch.full((), 2**40, dtype=torch.int64, device=x.device)
+    return by.while_loop(lambda a, n: n < 2**40 + 5, lambda a, n: (a / 3, n + 1), (wide, big))
+
+
+def recurrence(by: Any, x: Any, w: Any) -> Any:
+    def step(h: Any, row: Any) -> Any:
+        h = torch.tanh(h @ w + row)
+        return h, (h * 2, h.sum())
+
+    return by.scan(step, torch.zeros_like(x[0]), x)
+
+
+def recurrence_from_behind(by: Any, x: Any, w: Any) -> Any:
+    def step(state: Any, given: Any) -> Any:
+        state = {"h": state["h"] * 0.5 + given[0] * given[1]}
+        return state, state["h"].cos()
+
+    return by.scan(step, {"h": w[0]}, (x, x + 1), dim=1, reverse=True)
+
+
+def branch_in_recurrence(by: Any, x: Any, w: Any) -> Any:
+    def step(h: Any, row: Any) -> Any:
+        h = by.cond(row.sum() > 0, lambda h: h @ w + row, lambda h: h * 0.5, (h,))
+        return h, h.clone()
+
+    return by.scan(step, x[0] * 0, x)
+
+
+def each(by: Any, x: Any, w: Any) -> Any:
+    return by.map(lambda row, k: {"y": row @ w * k, "n": row.argmax()}, x, x.sum())
+
+
+CASES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    f.__name__: f
+    for f in (
+        *(branch, branch_of_structures, branch_without_operands, branch_in_branch, loop),
+        *(loop_that_does_not_run, loop_over_doubles, recurrence, recurrence_from_behind),
+        *(branch_in_recurrence, each),
+    )
+}
+
+
+def leaves(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+def results(function: Callable[..., Any], x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """What it gives, and the gradients."""
+    x, w = x.requires_grad_(), w.requires_grad_()
+    outs = leaves(function(x, w))
+    loss = sum(out.sum() for out in outs if out.requires_grad)
+    grads = torch.autograd.grad(loss, (x, w), materialize_grads=True) if loss else ()
+    return [t.detach().cpu() for t in (*outs, *grads)]
+
+
+def inputs(seed: int, sign: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 4, generator=generator)
+    return x + sign * (x.abs().sum() / 16 + 0.1), torch.randn(4, 4, generator=generator) / 2
+
+
+@COMPILED
+@pytest.mark.parametrize("case", CASES)
+def test_as_on_the_cpu(case: str, compiled: bool) -> None:
+    function = CASES[case]
+
+    def on_xla(x: Any, w: Any) -> Any:
+        return function(TORCH, x, w)
+
+    run: Any = xd.compile(on_xla) if compiled else on_xla
+    for seed in range(2):
+        for sign in (1.0, -1.0):
+            x, w = inputs(seed, sign)
+            want = results(lambda x, w: function(PYTHON, x, w), x.clone(), w.clone())
+            got = results(run, x.to("xla"), w.to("xla"))
+            assert len(got) == len(want)
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not compiled or run.traces == 1  # the values decide, not the trace
+
+
+@pytest.mark.parametrize("case", ["branch", "recurrence", "each"])
+def test_torch_says_the_same(case: str) -> None:
+    x, w = inputs(0)
+    got, want = (leaves(CASES[case](by, x, w)) for by in (TORCH, PYTHON))
+    torch.testing.assert_close(got, want)
+
+
+class Layer(nn.Module):
+    """What it has is captured, not handed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.way = nn.Linear(8, 8)
+        self.other = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Any) -> Any:
+        h = torch.cond(x.mean() > 0, self.way, self.other, (x,))
+        return TORCH.scan(lambda c, row: (c + self.way(row), self.way(c)), h[0], h)[1]
+
+
+@pytest.mark.parametrize("layout", ["plain", "batch", "both"])
+def test_a_module_trains(layout: str) -> None:
+    """Parameters that branches and bodies have captured get their gradients, in one step."""
+    torch.manual_seed(0)
+    model = Layer()
+    batches = [torch.randn(8, 8) + sign for sign in (0.3, -0.3, 0.3)]
+
+    def trained(model: Any, placed: Callable[[torch.Tensor], Any], compiled: bool) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Any) -> Any:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = xd.compile(step) if compiled else step
+        return [float(run(placed(x))) for x in batches]
+
+    ours = Layer()
+    ours.load_state_dict(model.state_dict())
+    mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
+    if layout == "plain":
+        ours.to("xla")
+        placed: Callable[[torch.Tensor], Any] = lambda x: x.to("xla")
+    else:
+        rows = [xd.Shard(0), xd.Replicate()]
+        weights = [xd.Replicate(), xd.Shard(0)] if layout == "both" else [xd.Replicate()] * 2
+
+        def lay_out(name: str, part: nn.Module, mesh: Any) -> None:
+            for key, value in list(part.named_parameters(recurse=False)):
+                part.register_parameter(
+                    key, nn.Parameter(xd.distribute_tensor(value.detach(), mesh, weights))
+                )
+
+        xd.distribute_module(ours, mesh, lay_out)
+        placed = lambda x: xd.distribute_tensor(x, mesh, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cond", PYTHON.cond)
+        patch.setattr(TORCH, "scan", PYTHON.scan)
+        want = trained(model, lambda x: x, False)
+    got = trained(ours, placed, True)
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_devices_decide_each_by_themselves() -> None:
+    mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("ep",))
+    values = [torch.full((3,), float(i)) - 1.5 for i in range(4)]
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        y = torch.cond(x.sum() > 0, lambda x: x * 10, lambda x: x - 1, (x,))
+        count = torch.zeros((), dtype=torch.int64, device=x.device)
+        return y, TORCH.while_loop(
+            lambda n, y: y.sum() < 20, lambda n, y: (n + 1, y + 1), (count, y)
+        )
+
+    y, (count, z) = step(xd.from_device_values(values, mesh))
+    for i, x in enumerate(values):
+        want = x * 10 if x.sum() > 0 else x - 1
+        assert torch.equal(y.local_values()[i], want)
+        n, last = _while(lambda n, y: y.sum() < 20, lambda n, y: (n + 1, y + 1), (0, want))
+        assert (count.local_values()[i].item(), last.tolist()) == (n, z.local_values()[i].tolist())
+
+
+def test_a_program_does_not_grow_with_the_steps() -> None:
+    def lines(steps: int) -> int:
+        step = xd.compile(lambda x, w: recurrence(TORCH, x, w)[0].sum())
+        x, w = torch.randn(steps, 4, device="xla"), torch.randn(4, 4, device="xla")
+        return len(step.lower(x, w).as_text().splitlines())
+
+    assert lines(4) == lines(400)
+
+
+def test_random_numbers_differ_from_run_to_run() -> None:
+    def step(x: Any) -> Any:
+        return TORCH.scan(lambda c, row: (c, torch.rand_like(row)), x[0] * 0, x)[1]
+
+    run = xd.compile(step)
+    x = torch.zeros(16, 4, device="xla")
+    torch.manual_seed(0)
+    first, second = run(x).cpu(), run(x).cpu()
+    torch.manual_seed(0)
+    assert torch.equal(run(x).cpu(), first)
+    rows = torch.cat([first, second])
+    assert rows.unique().numel() == rows.numel() and 0.3 < rows.mean() < 0.7
+
+
+def test_numbers_that_are_carried() -> None:
+    def step(x: Any) -> Any:
+        return TORCH.while_loop(
+            lambda i, x: 2 * i < x.shape[0], lambda i, x: (i + 1, x + i), (0, x)
+        )
+
+    i, y = xd.compile(step)(torch.zeros(5, device="xla"))
+    assert int(i) == 3 and y.tolist() == [3.0] * 5
+    assert step(torch.zeros(5, device="xla"))[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: torch.cond(x.sum() > 0, lambda x: x.add_(1), lambda x: x + 1, (x,)), "argument"),
+        (lambda x: torch.cond(x.sum() > 0, lambda: x.add_(1), lambda: x + 1), "from outside"),
+        (
+            lambda x: TORCH.while_loop(
+                lambda x: x.sum() < 9, lambda x: (x * 2,), (x.clone().requires_grad_(),)
+            ),
+            r"use scan.*detach\(\)",
+        ),
+    ],
+    ids=["write to an argument", "write to what is captured", "gradient of while_loop"],
+)
+def test_refused(function: Any, message: str) -> None:
+    with pytest.raises(xd.UnsupportedOpError, match=f"(?s){message}"):
+        xd.compile(function)(torch.ones(3, device="xla"))

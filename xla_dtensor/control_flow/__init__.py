@@ -1,0 +1,1 @@
+"""`torch.cond`, `while_loop`, `scan` and `map` on xla tensors."""

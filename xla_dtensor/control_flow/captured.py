@@ -1,0 +1,159 @@
+"""Tensors that a function uses without being given them: found, and replaced by others.
+
+A branch or the body of a loop may use what it has closed over: a module's parameters, values of the
+compiled step around it. In JAX's program these have to be arguments, so that gradients come to
+them. A mode of torch's sees every tensor that a function of torch is called with, wherever it was
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.overrides import TorchFunctionMode
+
+from xla_dtensor.base import executor
+from xla_dtensor.base.dtypes import to_jax_dtype
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.jax_programs import differentiated
+from xla_dtensor.jax_programs.differentiated import plain_form
+from xla_dtensor.jax_programs.functions import FunctionOnTensors
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
+
+
+class CapturingFunction(FunctionOnTensors):
+    """A torch function, as code on its arguments and on the tensors that it has captured.
+
+    Args:
+        function: is called with ``args``.
+        args: arrays, in any structure.
+        captured: the tensors from outside that it uses.
+        arrays: their values.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        captured: Sequence[torch.Tensor],
+        arrays: Sequence[Any],
+    ) -> None:
+        super().__init__(self._replaced, args, {})
+        self._own, self._captured = function, captured
+        self._inputs: list[torch.Tensor] = []
+        self._replacing: _Replacing | None = None
+        self.arrays += arrays
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        count = len(self._at)
+        self._replacing = _Replacing(
+            dict(zip(map(id, self._captured), tensors[count:], strict=True))
+        )
+        before = [t._storage_.version for t in tensors]
+        outs = super().run(tensors[:count])
+        for i, (tensor, version) in enumerate(zip(tensors, before, strict=True)):
+            if tensor._storage_.version != version:
+                _refuse_write(tensor, "an argument" if i < count else "a tensor from outside")
+        return outs
+
+    def _replaced(self, *args: Any) -> Any:
+        assert self._replacing is not None
+        with self._replacing:
+            found = self._own(*args)
+        return pytree.tree_map(self._replacing.of, found)
+
+    def __call__(self, words: Any = None) -> Any:
+        """The results, of arrays."""
+        arrays, self.arrays = self.arrays, []
+        with jax.enable_x64(True):
+            results = differentiated.call(self, words, list(map(jnp.asarray, arrays)))
+        return self.put_together(results)
+
+
+class _Replacing(TorchFunctionMode):
+    """A block in which functions of torch are given other tensors in place of some.
+
+    A branch in a branch is traced by itself: what it captures is found there first, and is given to
+    it by the outer one.
+    """
+
+    def __init__(self, others: dict[int, torch.Tensor]) -> None:
+        self._others = others
+        self._trace: Any = None
+
+    def __enter__(self) -> Any:
+        self._trace = executor.current()
+        return super().__enter__()
+
+    def of(self, value: Any) -> Any:
+        return self._others.get(id(value), value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if executor.current() is self._trace:
+            args, kwargs = pytree.tree_map(self.of, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _Finding(_Replacing):
+    """Likewise: in place of every tensor from outside one of its shape; these are noted."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.found: list[torch.Tensor] = []
+
+    def of(self, value: Any) -> Any:
+        if id(value) in self._others:
+            return self._others[id(value)]
+        if not is_ours(value) or executor.current().owns(value._storage_):
+            return value
+        array = jnp.zeros(value.shape, to_jax_dtype(value.dtype))
+        other = new_tensor(array, plain_form(array)).requires_grad_(value.requires_grad)
+        executor.current().created(other._storage_)
+        self.found.append(value)
+        self._others[id(value)] = other
+        return other
+
+
+def captured_by(
+    function: Callable[..., Any], args: Sequence[Any], words: Any
+) -> list[torch.Tensor]:
+    """The tensors from outside that ``function`` uses, each once.
+
+    Args:
+        args: tensors, in any structure, in whose place it gets others of their shapes.
+        words: the state of random numbers that it may draw, or None.
+    """
+    finding = _Finding()
+
+    def found(*args: Any) -> Any:
+        with finding:
+            return pytree.tree_map(finding.of, function(*args))
+
+    def traced(arrays: Any) -> None:
+        code = FunctionOnTensors(found, arrays, {})
+        given, code.arrays = code.arrays, []
+        differentiated.call(code, words, given)
+
+    with jax.enable_x64(True):
+        jax.eval_shape(traced, pytree.tree_map(_shape, args))
+    return finding.found
+
+
+def _shape(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return jax.ShapeDtypeStruct(tuple(value.shape), to_jax_dtype(value.dtype))
+
+
+def _refuse_write(tensor: torch.Tensor, what: str) -> None:
+    raise UnsupportedOpError(
+        f"a branch or the body of a loop writes to {what}, of shape {list(tensor.shape)}: in a "
+        f"compiled step it must return what changes (x + 1, or x.clone() first){user_line()}"
+    )
