@@ -69,19 +69,19 @@ def _gpt() -> nn.Module:
     return GPT()
 
 
-def _llama(config: ModelConfig) -> Case:
+def _llama(config: ModelConfig, batch: int) -> Case:
     def make_model() -> nn.Module:
         torch.manual_seed(0)
         return Llama(config)
 
     def make_batches(count: int) -> list[Batch]:
-        return llama.batches_of_text(count, BATCH, config)
+        return llama.batches_of_text(count, batch, config)
 
     return dataclasses.replace(llama.CASE, make_model=make_model, make_batches=make_batches)
 
 
 CASES: dict[str, Case] = {
-    "llama": _llama(LLAMA),
+    "llama": _llama(LLAMA, llama.BATCH),
     "gpt": dataclasses.replace(
         resnet.CASE,
         make_model=_gpt,
@@ -90,7 +90,7 @@ CASES: dict[str, Case] = {
         make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
     ),
     "resnet": resnet.CASE,
-    "large": _llama(LARGE),
+    "large": _llama(LARGE, BATCH),
 }
 
 

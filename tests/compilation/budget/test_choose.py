@@ -12,9 +12,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from xla_dtensor.compilation.budget.again import within_budgets
 from xla_dtensor.compilation.budget.choose import choose
-from xla_dtensor.compilation.budget.cut import Cut
+from xla_dtensor.compilation.budget.cut import MinimumCut
 from xla_dtensor.compilation.budget.forward import Forward
-from xla_dtensor.compilation.budget.plan import Plan
+from xla_dtensor.compilation.budget.saving import Saving
 from xla_dtensor.compilation.budget.shares import shares_of
 from xla_dtensor.compilation.trace.backward_passes import spans_of
 
@@ -68,7 +68,7 @@ def names(jaxpr: Any) -> list[str]:
 def test_within_the_budget_at_the_least_cost(depth: int) -> None:
     made = layers(depth)
     forward = forward_of(made.jaxpr)
-    everything = Plan(forward, forward.everything())
+    everything = Saving(forward, forward.everything())
     assert everything.peak == depth * (8 * 16 + 8 * 8) * 4
     assert everything.cost == 0
     least = choose(forward, 0)
@@ -148,7 +148,7 @@ def test_keys_are_made_again() -> None:
 
     made = closed(step)
     forward = forward_of(made.jaxpr)
-    plan = Plan(forward, Cut(forward, ()).saved(1e7))
+    plan = Saving(forward, MinimumCut(forward, ()).saved(1e7))
     assert all(v.aval.shape == () for v in plan.saved)
     (expected,), (found,) = jaxpr_as_fun(made)(), run(made, 0)
     np.testing.assert_array_equal(found, expected)

@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 
 from xla_dtensor.compilation.budget.choose import choose
 from xla_dtensor.compilation.budget.forward import Forward, variables_of
-from xla_dtensor.compilation.budget.plan import Plan
+from xla_dtensor.compilation.budget.saving import Saving
 from xla_dtensor.compilation.budget.shares import shares_of
 from xla_dtensor.compilation.trace.backward_passes import spans_of
 
@@ -45,8 +45,8 @@ def within_budgets(
     passes: dict[int, _Pass] = {}
     for number, span in spans.items():
         forward = Forward(jaxpr, span, [*spans.values()], shares)
-        plan = choose(forward, budgets[number])
-        passes.update(dict.fromkeys(span, _Pass(forward, plan, cotangents)))
+        saving = choose(forward, budgets[number])
+        passes.update(dict.fromkeys(span, _Pass(forward, saving, cotangents)))
     equations: list[Any] = []
     for i, equation in enumerate(jaxpr.eqns):
         if i in passes:
@@ -61,12 +61,12 @@ class _Pass:
 
     Args:
         forward: what it reads.
-        plan: what is saved of that.
+        saving: what is saved of that.
         cotangents: see `within_budgets`.
     """
 
-    def __init__(self, forward: Forward, plan: Plan, cotangents: Sequence[Any]) -> None:
-        self._forward, self._plan = forward, plan
+    def __init__(self, forward: Forward, saving: Saving, cotangents: Sequence[Any]) -> None:
+        self._forward, self._saving = forward, saving
         self._late = {*cotangents}
         read = [v for i in forward.span for v in variables_of(forward.equations[i].invars)]
         before = [v for e in forward.equations[: forward.span.start] for v in e.outvars]
@@ -81,7 +81,7 @@ class _Pass:
         """An equation, behind what is computed again for it."""
         equation, found = self._forward.equations[i], list[Any]()
         barred: dict[Any, Any] = {}
-        for j in self._plan.again.get(i, ()):
+        for j in self._saving.again.get(i, ()):
             again = self._forward.equations[j]
             operands = [self._operand(a, again, barred, found) for a in again.invars]
             results = [Var(v.aval) for v in again.outvars]
@@ -99,7 +99,7 @@ class _Pass:
         """What an equation that runs again takes: what was made again, or comes from before."""
         if isinstance(atom, Literal) or not _is_array(atom):
             return self._again.get(atom, atom) if isinstance(atom, Var) else atom
-        if atom in self._again and atom not in self._plan.saved:
+        if atom in self._again and atom not in self._saving.saved:
             return self._again[atom]
         if atom not in barred:
             barred[atom] = self._barred(atom, of, found)
@@ -109,7 +109,7 @@ class _Pass:
         """What an equation of the pass takes."""
         if isinstance(atom, Literal):
             return atom
-        if atom in self._again and atom not in self._plan.saved:
+        if atom in self._again and atom not in self._saving.saved:
             return self._again[atom]
         if self._splits and atom in self._forward.maker and _is_array(atom):
             if atom not in self._given:

@@ -27,7 +27,7 @@ would otherwise all be the same, saved or not. What is saved of the last ones is
 _SOURCE, _SINK = 0, 1
 
 
-class Cut:
+class MinimumCut:
     """The graph, for one way to cut the step into pieces.
 
     Args:

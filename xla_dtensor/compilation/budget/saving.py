@@ -9,7 +9,7 @@ from typing import Any
 from xla_dtensor.compilation.budget.forward import Forward
 
 
-class Plan:
+class Saving:
     """A choice of what is saved. The rest is made again where the pass first needs it.
 
     Args:
