@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "compilation": (
         ("code",),
         ("objects", "trace"),
-        ("scan", "call"),
+        ("budget", "scan", "call"),
         ("watch",),
         ("recorded",),
         ("program",),

@@ -34,13 +34,19 @@ def test_converters(name: str) -> None:
 
 
 def test_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before blocks are compiled; a memory budget of activation checkpointing needs it."""
+    """Before blocks are compiled."""
     monkeypatch.setattr(after_0_2, "CompileConfig", lambda: CompileConfig(enable=True))
     spec = release.debug_model("llama3", 1)
-    with pytest.raises(xd.UnsupportedOpError, match=r"compile\.enable, and the memory budget"):
+    with pytest.raises(xd.UnsupportedOpError, match=r"compile\.enable: torch\.compile makes no"):
         harness.on_mesh(spec, Plan(dp_shard=4), {}, 1, compiled=True)
     with pytest.raises(ValueError, match=r"compiled: set --compile\.enable"):  # torchtitan's own
         Trainer.Config(activation_checkpoint=MemoryBudgetAC.Config())
+
+
+def test_picture_of_a_memory_budget() -> None:
+    checkpointing = MemoryBudgetAC.Config(visualize_memory_budget_pareto=True).build(dump_folder="")
+    with pytest.raises(xd.UnsupportedOpError, match="visualize_memory_budget_pareto"):
+        checkpointing.apply(torch.nn.Linear(1, 1))
 
 
 def test_memory_snapshots() -> None:

@@ -10,6 +10,7 @@ here: operators (``torch.ops.aten._to_copy``, ``torch._foreach_add_``).
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -301,6 +302,13 @@ def set_compiling(value: bool) -> bool:
     return bool(before)
 
 
+def activation_memory_budget() -> float:
+    """How much of what a compiled backward pass would find saved it may: 1, all, where nobody has
+    set it. The module that has it is torch.compile's, and may never be imported."""
+    config: Any = sys.modules.get(FUNCTORCH_CONFIG)
+    return 1.0 if config is None else float(config.activation_memory_budget)
+
+
 def load_functional_collectives() -> None:
     """Import what registers gradients of ``torch.ops._c10d_functional``."""
     _borrowed.get("functional_collectives")
@@ -317,6 +325,8 @@ VISUALIZE_SHARDING = "torch.distributed.tensor.debug._visualize_sharding"
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 # torch.testing.assert_close.
 COMPARISON = "torch.testing._comparison"
+# torch.compile's settings.
+FUNCTORCH_CONFIG = "torch._functorch.config"
 # torch.compile: what it looks into, and what it makes of a tensor.
 DYNAMO_RULES = "torch._dynamo.trace_rules"
 DYNAMO_VARIABLES = "torch._dynamo.variables.builder"

@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from xla_dtensor.base import sequence_order
 from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.base.torch_private import (
+    activation_memory_budget,
     count_of_dispatch_modes,
     count_of_function_modes,
     default_device_context,
@@ -53,6 +54,7 @@ STATE = (
     "torch.is_autocast_cache_enabled()",
     *("torch.get_default_device()", "saved-tensor hooks", "torch's modes", "__torch_function__"),
     *("the order of sequences in context_parallel", "the current mesh"),
+    "torch._functorch.config.activation_memory_budget",
 )
 
 
@@ -79,6 +81,7 @@ def global_state() -> tuple[Any, ...]:
         is_torch_function_enabled(),
         sequence_order.current(),
         current_mesh(),
+        activation_memory_budget(),
     )
 
 

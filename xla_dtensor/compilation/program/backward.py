@@ -13,7 +13,7 @@ from xla_dtensor.base import events
 from xla_dtensor.compilation.call.inputs import outputs_in_order
 from xla_dtensor.compilation.call.recipes import NewTensor
 from xla_dtensor.compilation.call.run import Run
-from xla_dtensor.compilation.call.sources import ArraySource, CotangentSource, StateSource
+from xla_dtensor.compilation.call.sources import ArraySource, StateSource
 from xla_dtensor.compilation.program.executable import sharding_of
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
 from xla_dtensor.compilation.program.inputs import Groups, Inputs
@@ -30,6 +30,7 @@ class BackwardPass:
 
     Args:
         traced: the trace.
+        jaxpr: what it computes.
         history: how its results depend on tensors that require grad.
         inputs: of the first part.
         forms: those of all outputs.
@@ -42,17 +43,16 @@ class BackwardPass:
             values, but there is none where torch's would raise.
     """
 
-    def __init__(self, traced: Traced, history: History, inputs: Inputs, forms: list[Form]) -> None:
+    def __init__(
+        self, traced: Traced, jaxpr: Any, history: History, inputs: Inputs, forms: list[Form]
+    ) -> None:
         self._traced, self._history, self._inputs = traced, history, inputs
-        cotangents: list[int | None] = [None] * len(history.cotangents)
-        for i, source in enumerate(traced.inputs.sources):
-            if isinstance(source, CotangentSource):
-                cotangents[source.index] = i
+        cotangents = history.cotangents_among(traced.inputs.sources)
         gradients = [g[0] for g in history.gradients if g is not None]
         late = set(gradients)
         order = outputs_in_order(inputs.donated.sources, len(forms))
         self.order = [i for i in order if i not in late]
-        split = SplitJaxpr(traced.jaxpr, cotangents, gradients, self.order)
+        split = SplitJaxpr(jaxpr, cotangents, gradients, self.order)
         self.jaxpr, self.residuals = split.forward, split.residuals
         self.donates = len(history.errors) == len(history.outputs)
         self._used_cotangents = [n for n, i in enumerate(cotangents) if i is not None]
@@ -63,9 +63,9 @@ class BackwardPass:
         self._has_computed = bool(computed)
         self._plan_reads(split)
         shardings = [sharding_of(forms[i], traced.frame) for i in gradients]
-        jaxpr = split.backward
+        second = split.backward
         self._jit = lambda: jax.jit(
-            lambda arrays: jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*arrays),
+            lambda arrays: jaxpr_as_fun(ClosedJaxpr(second, []))(*arrays),
             out_shardings=shardings if any(shardings) else None,
         )
         self._compiled: Any = None

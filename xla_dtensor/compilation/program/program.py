@@ -14,6 +14,7 @@ import torch
 from xla_dtensor.base import events, interrupts
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
+from xla_dtensor.compilation.budget.again import within_budgets
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.inputs import (
@@ -56,6 +57,7 @@ class Program:
 
     Attributes:
         traced: what it is compiled from.
+        jaxpr: what it computes, within the memory budgets of its backward passes (`budget/`).
         inputs, outputs: in their order, and in one call.
         guards: what must hold for it to run.
         executable: what XLA has made of it.
@@ -85,18 +87,26 @@ class Program:
                 "history, whose backward pass would be another program: call backward() in the "
                 "step, or return results that are detached"
             )
+        with jax.enable_x64(True):
+            groups = inputs.gather(arguments, self.guards.prepared, take=False)
+        late = [] if history is None else history.cotangents_among(traced.inputs.sources)
+        self.jaxpr = within_budgets(
+            traced.jaxpr,
+            traced.trace.passes.budgets,
+            inputs.shardings(groups),
+            [traced.jaxpr.constvars[i] for i in late if i is not None],
+        )
         self._backward: BackwardPass | None = None
         if history is None:
             order = outputs_in_order(inputs.donated.sources, len(forms))
-            jaxpr, residuals, donates = reordered(traced.jaxpr, order), 0, True
+            jaxpr, residuals, donates = reordered(self.jaxpr, order), 0, True
         else:
-            backward = self._backward = BackwardPass(traced, history, inputs, forms)
+            backward = BackwardPass(traced, self.jaxpr, history, inputs, forms)
+            self._backward = backward
             order, jaxpr, residuals = backward.order, backward.jaxpr, backward.residuals
             donates = backward.donates
         self.outputs = Outputs(forms, order)
         self._write_back = WriteBack(traced, inputs, self.outputs, self.guards)
-        with jax.enable_x64(True):
-            groups = inputs.gather(arguments, self.guards.prepared, take=False)
         self.executable = Executable(
             traced,
             jaxpr,
@@ -115,11 +125,6 @@ class Program:
     def frame(self) -> Any:
         """The devices that the program runs on."""
         return self.traced.frame
-
-    @property
-    def jaxpr(self) -> Any:
-        """What the step computes."""
-        return self.traced.jaxpr
 
     @property
     def lowered(self) -> Any:

@@ -8,7 +8,7 @@ also returns what the second one needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private.attributes import hooks_of_tensor, sequence_number_of
+from xla_dtensor.compilation.call.sources import CotangentSource
 from xla_dtensor.compilation.trace.external_tensors import without_hooks
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -68,6 +69,14 @@ class History:
         if not any(template is known for known in self.outputs):
             self.outputs.append(template)
             self._tensors.append(tensor)
+
+    def cotangents_among(self, sources: Sequence[Any]) -> list[int | None]:
+        """Which of a program's constants stand for the cotangents; None for one that it lacks."""
+        found: list[int | None] = [None] * len(self.cotangents)
+        for i, source in enumerate(sources):
+            if isinstance(source, CotangentSource):
+                found[source.index] = i
+        return found
 
     def check_leaves(self, made: list[Any]) -> None:
         """Refuse results that depend on leaves which the caller gets, too.

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
+from xla_dtensor.base.torch_private import activation_memory_budget
 from xla_dtensor.compilation.call.inputs import LostArrays, check_alive, refuse_deleted
 from xla_dtensor.compilation.program.input_layouts import Pinning, compile_somehow
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
 from xla_dtensor.execution.batch import Batch, WaitingStorage
 from xla_dtensor.execution.batch_program import (
@@ -317,6 +319,14 @@ class StepBatch(lazy.Lazy):
         place_of = program.place_of
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]
+
+    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
+        if activation_memory_budget() != 1:
+            raise UnsupportedOpError(
+                'torch._functorch.config.activation_memory_budget with watch="replay": what the '
+                "backward pass finds saved is chosen when a step is traced; leave watch out, or "
+                "use torch.utils.checkpoint"
+            )
 
 
 class NotingStepBatch(StepBatch):

@@ -27,6 +27,7 @@ from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.base.torch_private.attributes import sequence_number_of
 from xla_dtensor.compilation.trace import external_storages
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
+from xla_dtensor.compilation.trace.backward_passes import BackwardPasses
 from xla_dtensor.compilation.trace.doubles import StandIns
 from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
@@ -83,6 +84,7 @@ class StepTrace(TracingProgram):
         self.scalars: dict[Any, Any] = {}
         self._wide = WideScalars()
         self._modules = ModuleScopes()
+        self.passes = BackwardPasses()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = sequence_number()
@@ -238,7 +240,7 @@ class StepTrace(TracingProgram):
 
     def scope(self) -> Any:
         """A context that gives operations of the trace the name of their module."""
-        return self._modules.scope(self.optimizer_depth > 0)
+        return self.passes.scope(self._modules.scope(self.optimizer_depth > 0))
 
     def random_key(self) -> Any:
         key = rng.key_of(self.rng_words, self.random_operations())
@@ -362,6 +364,7 @@ class StepTrace(TracingProgram):
         Raises:
             DataDependentError: it would go on outside of the step.
         """
+        self.passes.begins()
         if self.differentiating:
             return
         for number, node in nodes_of(outputs):

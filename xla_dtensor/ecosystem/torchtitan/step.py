@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from xla_dtensor.base.config import config
+from xla_dtensor.ecosystem.torchtitan import budget
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -60,9 +61,12 @@ def _validate(original: Any, args: Any, kwargs: Any) -> None:
 def _train_step(original: Any, args: Any, kwargs: Any) -> Any:
     from torchtitan.tools.utils import device_type
 
-    if device_type != "xla" or config.torchtitan_step == "parts":
+    if device_type != "xla":
         return original(*args, **kwargs)
     trainer = args[0]
+    if config.torchtitan_step == "parts":
+        budget.check(trainer)
+        return original(*args, **kwargs)
     if not hasattr(trainer, "xla_step"):
         trainer.xla_step = _compiled(trainer)
     with _as_one(trainer):

@@ -13,12 +13,13 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from xla_dtensor.base import torch_private
-from xla_dtensor.ecosystem.torchtitan import data, step
+from xla_dtensor.ecosystem.torchtitan import budget, data, step
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching import callers
 from xla_dtensor.integration.patching.on_import import on_import
@@ -40,6 +41,7 @@ def install() -> None:
     on_import("torchtitan.distributed.parallel_dims", _hook_meshes)
     on_import("torchtitan.distributed.cudagraph", _hook_graphs)
     on_import("torchtitan.distributed.compile", _hook_compile)
+    on_import("torchtitan.distributed.activation_checkpoint", budget.hook_activations)
     on_import("torchtitan.tools.profiler", _hook_profiler)
     on_import("torchtitan.trainer", step.hook_trainer)
     on_import("torchtitan.distributed.utils", _hook_utils)
@@ -99,10 +101,10 @@ def _hook_quantization(module: Any) -> None:
 def _hook_compile(module: Any) -> None:
     _refuse_on_xla(
         module.apply_compile,
-        "torchtitan's compile.enable, and the memory budget of activation checkpointing, which "
-        "wants it: torch.compile makes no programs for XLA. Leave it out: forward and backward are "
-        "one XLA program without (training.disable_cuda_graphs=False), and activation "
-        "checkpointing is full or selective",
+        "torchtitan's compile.enable: torch.compile makes no programs for XLA. Leave it out: "
+        "forward and backward are one XLA program without (training.disable_cuda_graphs=False). A "
+        "memory budget of activation checkpointing, which wants it, may have it",
+        unless=budget.is_within,
     )
 
 
@@ -115,14 +117,19 @@ def _hook_profiler(module: Any) -> None:
     )
 
 
-def _refuse_on_xla(function: Any, message: str) -> None:
-    """Let a function raise where torchtitan trains on xla devices."""
+def _refuse_on_xla(
+    function: Any, message: str, unless: Callable[[Any], bool] | None = None
+) -> None:
+    """Let a function raise where torchtitan trains on xla devices; where ``unless`` says so of its
+    first argument, it does nothing there."""
 
     def refuse(original: Any, args: Any, kwargs: Any) -> Any:
         from torchtitan.tools.utils import device_type
 
         if device_type != "xla":
             return original(*args, **kwargs)
+        if unless is not None and unless(args[0]):
+            return None
         raise UnsupportedOpError(message)
 
     take_over(function, refuse)
@@ -144,6 +151,7 @@ def _hook_dispatcher(module: Any) -> None:
 
 
 def _hook_loss(module: Any) -> None:
+    budget.hook_loss(module)
     function = getattr(module, "_LossParallelCrossEntropy", None)
     if function is not None:
         take_over(function.forward, functools.partial(_cross_entropy, module.IGNORE_INDEX))
