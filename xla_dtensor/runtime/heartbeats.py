@@ -23,6 +23,7 @@ from xla_dtensor.base.source_line import is_users, user_line
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import processes, user_positions
 from xla_dtensor.runtime.idle import is_idle
+from xla_dtensor.runtime.network.links import LivingLinks
 from xla_dtensor.runtime.user_positions import Whereabouts
 
 logger = logging.getLogger("xla_dtensor")
@@ -44,10 +45,14 @@ class _Heartbeats:
         self.stopping = threading.Event()
         self.failing = False
         self.heard = time.monotonic()  # when the store last answered
+        self.of_first = ""  # process 0's last sign of life
         self.stacks = user_positions.StacksOnRequest(patience=4 * self.interval)
+        # Where a host is gone altogether its missing signs of life are to come first.
+        links = LivingLinks(timeout + 2 * self.interval, self.stopping, _lost_link)
+        runs = (self._beat, "signs of life"), (self._listen, "listening"), (links.run, "links")
         self.threads = [
             threading.Thread(target=run, name=f"xla_dtensor {name}", daemon=True)
-            for name, run in (("signs of life", self._beat), ("listening", self._listen))
+            for run, name in runs
         ]
 
     def _beat(self) -> None:
@@ -61,6 +66,8 @@ class _Heartbeats:
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
+                else:
+                    self.of_first = store.look("alive/0") or ""
                 self.stacks.look()
             except Exception as error:
                 self._lost(error)
@@ -90,7 +97,8 @@ class _Heartbeats:
                 self._end(text)
                 return
             if time.monotonic() - self.heard > self.timeout:
-                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s")
+                last = _last_line(self.of_first)
+                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s{last}")
                 return
 
     def _lost(self, error: Exception) -> None:
@@ -99,16 +107,17 @@ class _Heartbeats:
         if not processes.store().is_open():
             self.stopping.set()  # Ray, or the user, has shut JAX's runtime down
             return
+        said = f"({str(error).splitlines()[0]}){_last_line(self.of_first)}"
         if "UNAVAILABLE" in str(error):
-            self._end(f"{_coordinator()} is gone ({str(error).splitlines()[0]})")
+            self._end(f"{_coordinator()} is gone {said}")
         elif time.monotonic() - self.heard > self.timeout:
-            self._end(f"{_coordinator()} doesn't answer ({str(error).splitlines()[0]})")
+            self._end(f"{_coordinator()} doesn't answer {said}")
 
     def _end(self, text: str) -> None:
         """End this process, since another one has failed."""
         if self.failing or self.stopping.is_set():
             return
-        me, own = processes.known(processes.index()), user_positions.here().line
+        me, own = processes.known(processes.index()), str(user_positions.here())
         own = f"\n  this one is {own}" if own else ""
         os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
         end = time.monotonic() + _GRACE
@@ -237,8 +246,18 @@ def _gone(running: _Heartbeats) -> str:
 
 def _last_line(sign: str) -> str:
     """Where a process was at its last sign of life, for the end of a message."""
-    line = user_positions.read(sign.partition(" ")[2]).line if sign else ""
-    return f"\n  it was last seen {line}" if line else ""
+    where = str(user_positions.read(sign.partition(" ")[2])) if sign else ""
+    return f"\n  it was last seen {where}" if where else ""
+
+
+def _lost_link(other: int, why: str) -> None:
+    """End all, as a process that isn't 0 doesn't reach another one any more."""
+    sign = processes.store().all_of("alive").get(str(other), "")
+    say_failed(
+        f"{processes.known(processes.index())} doesn't reach {processes.known(other)} any more "
+        f"({why}), though both reach {processes.known(0)}: the network between them is dead"
+        f"{_last_line(sign)}"
+    )
 
 
 def leave() -> None:
