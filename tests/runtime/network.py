@@ -59,6 +59,10 @@ class HostNetwork:
         """Cut a host's cable in one of the ways of `CUTS`."""
         self._in(0, CUTS[how].format(i=host))
 
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        self._in(0, f"ip link set port{host} master bridge0; ip link set port{host} up")
+
     def part(self, *hosts: int) -> None:
         """Let hosts reach all others, and not each other."""
         self._in(0, "; ".join(APART.format(i=host) for host in hosts))
@@ -72,8 +76,12 @@ class HostNetwork:
             | dict(variables)
             for i in range(self._count)
         ]
-        within = [self._enter(i + 1) for i in range(self._count)]
+        within = [self.on(i) for i in range(self._count)]
         return launch.Processes(command, environments, within)
+
+    def on(self, host: int) -> list[str]:
+        """What runs a command on a host."""
+        return self._enter(host + 1)
 
     def close(self) -> None:
         for space in self._spaces:

@@ -215,15 +215,15 @@ class NamingTheLost:
         say_failed(gone)
         me = processes.known(processes.index())
         raise DistributedError(
-            f"{gone}\n{me} computed something together with it{user_line()}\n"
+            f"{gone}\n{me} computed something together with the others{user_line()}\n"
             f"JAX says: {text.splitlines()[0]}"
         ) from None
 
 
 def _gone(running: _Heartbeats) -> str:
     """Which process is gone, by missing signs of life. A connection was lost, so fewer of them will
-    do than where nobody complains."""
-    store = processes.store()
+    do than where nobody complains. If none is missing: who hasn't come to where this one is."""
+    store, end = processes.store(), time.monotonic() + running.timeout
     others = [str(i) for i in range(processes.count()) if i != processes.index()]
     seen, changed = store.all_of("alive"), dict.fromkeys(others, time.monotonic())
     while True:
@@ -241,7 +241,20 @@ def _gone(running: _Heartbeats) -> str:
                 f"{processes.known(int(longest))} is gone: it was killed, or its host is gone"
                 f"{_last_line(seen.get(longest, ''))}"
             )
+        if now > end:
+            return _late(alive)
         time.sleep(0.1)
+
+
+def _late(alive: dict[str, str]) -> str:
+    """What to say where a connection failed, and all give signs of life: transports give up on who
+    comes half a minute later than the others to the first collective that they have together."""
+    found = [
+        f"\n{processes.known(int(index))} was last seen {there}"
+        for index, sign in sorted(alive.items())
+        if not (there := user_positions.read(sign.partition(" ")[2])).reads_for
+    ]
+    return f"a connection has failed, though all processes give signs of life{''.join(found[:4])}"
 
 
 def _last_line(sign: str) -> str:
