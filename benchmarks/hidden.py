@@ -75,6 +75,8 @@ GPU: dict[str, dict[str, Any]] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 1,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     },
+    # Products in a ring: of what a device has while it gets the next piece.
+    "collective matmul": {**_PIPELINED, "xla_gpu_threshold_for_windowed_einsum_mib": 0},
 }
 
 

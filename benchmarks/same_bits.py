@@ -1,29 +1,34 @@
 """Whether a training has the same bits on each mesh and in each layout, and what that costs.
 
     python benchmarks/same_bits.py --steps 50
+    python benchmarks/same_bits.py --steps 50 --processes 1 2 4
 
 The models of step_vs_jax.py, trained with ``xd.config.reproducible = "across meshes"`` on one
 device and on meshes of two to eight: weights whole, cut by `fully_shard`, and cut over both dims of
 a mesh. All losses, parameters and buffers are compared to the bit with those of one device, and
 with those of a second run. The same layouts without the switch say what it costs: the time of a
-step, and what is communicated.
+step, and what is communicated. With ``--processes`` the layouts of eight devices, shared out among
+so many processes, are compared with those of one.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ["NPROC"] = "64"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples/train_llama"))
 
 import torch
@@ -31,9 +36,11 @@ from steps import llama, moe, resnet
 from torch import Tensor, nn
 
 import xla_dtensor as xd
+from tests import launch
 from xla_dtensor.planning.collectives import collective_traffic
 
 CASES = {"llama": llama.CASE, "resnet": resnet.CASE, "moe": moe.CASE}
+DEVICES = 8
 TIMED = 5
 """Steps without the switch."""
 Place = Callable[[nn.Module, Any], Callable[[Tensor], Tensor]]
@@ -137,6 +144,37 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor if full is None else full()).detach().cpu()
 
 
+def in_processes(count: int, model: str, layout: str, steps: int) -> Run:
+    """The same in so many processes, which have to agree."""
+    command = [__file__, "--steps", str(steps), "--models", model, "--layouts", layout, "--alone"]
+    devices = {"JAX_NUM_CPU_DEVICES": str(DEVICES // count), "JAX_PLATFORMS": "cpu"}
+    outputs = launch.succeeded(launch.run(command, count, 900, devices))
+    runs = [Run(**json.loads(output.splitlines()[-1])) for output in outputs]
+    assert len({run.digest for run in runs}) == 1, runs
+    return runs[0]
+
+
+def of_processes(options: argparse.Namespace) -> int:
+    """A table of processes; how many of its rows have other bits than the model's first one."""
+    print("| model | devices | processes | bits | ms a step | first call, s |")
+    print("|---|---|---|---|---|---|")
+    differ = 0
+    for model in options.models:
+        expected = None
+        for layout in options.layouts:
+            if math.prod(LAYOUTS[layout][0]) != DEVICES:
+                continue  # a mesh has the devices of all processes
+            for count in options.processes:
+                found = in_processes(count, model, layout, options.steps)
+                expected = expected or found.digest
+                same = found.digest == expected
+                differ += not same
+                cells = [model, layout, str(count), "the same" if same else "**others**"]
+                cells += [f"{found.milliseconds:.0f}", f"{found.first:.1f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
+    return differ
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -144,7 +182,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
     parser.add_argument("--layouts", nargs="+", default=[*LAYOUTS], choices=[*LAYOUTS])
+    parser.add_argument("--processes", nargs="+", type=int, help="how many, as 1 2 4")
+    parser.add_argument("--alone", action="store_true", help="one row, as JSON")
     options = parser.parse_args()
+    if options.alone:
+        (model,), (layout,) = options.models, options.layouts
+        print(json.dumps(asdict(run(CASES[model], layout, options.steps, True))), flush=True)
+        return
+    if options.processes:
+        sys.exit(bool(of_processes(options)))
     print(
         "| model | devices | bits | ms a step | without | MB | without | first call, s | without |"
     )

@@ -8,7 +8,8 @@ The mesh is (slices or hosts, devices of each): weights are sharded over the sec
 along the first, as `fully_shard` lays them out on such a mesh, and the batch lies over both. What
 comes in at a device over the slow network in a step is compared with JAX's, and with the least: of
 ``n`` slices ``2 (n - 1) / n`` times the device's shard of the gradients, in bfloat16, as the
-layers compute. Nothing is run. What it needs: docs/pods.md.
+layers compute; ``--side "jax, wide"`` is JAX's step with the embedding's gradient added up in
+float32, as ours does on GPUs. Nothing is run. What it needs: docs/pods.md.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int, default=1, help="sequences of a device")
-    parser.add_argument("--side", choices=("ours", "jax"), action="append")
+    parser.add_argument("--side", choices=("ours", "jax", "jax, wide"), action="append")
     given = parser.parse_args()
     sizes = Sizes(**MODELS[given.model], hsdp="shards", batch=given.batch)
     if given.layers is not None:
@@ -65,7 +66,8 @@ def main() -> None:
                 found = in_torch.planned(sizes, topology, mesh, None)
                 least = found["gradient_shard"] / 2 * 2 * (count - 1) / count
             else:
-                found = in_jax.planned(sizes, topology, mesh)
+                own = dataclasses.replace(sizes, wide_embedding=side == "jax, wide")
+                found = in_jax.planned(own, topology, mesh)
             bounds, exposed = found["bounds"], found["exposed"]
             across = bounds.get("network between slices") or bounds.get("between slices")
             across = across or bounds.get("network replicate") or bounds["replicate"]

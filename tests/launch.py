@@ -104,17 +104,23 @@ class Processes:
     Args:
         command: what each runs, after ``python``.
         variables: of each process, beside those of this one.
+        within: of each, the command that runs ``python``, as its own process.
     """
 
-    def __init__(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Sequence[Mapping[str, str]],
+        within: Sequence[Sequence[str]] | None = None,
+    ) -> None:
         self._began = time.monotonic()
         self._files = []
         self.all = []
-        for own in variables:
+        for own, before in zip(variables, within or [()] * len(variables), strict=True):
             read, write = os.pipe()
             self._files.append(read)
             process = subprocess.Popen(
-                [sys.executable, *command],
+                [*before, sys.executable, *command],
                 cwd=ROOT,
                 env=clean_environment() | own,
                 stdout=write,
@@ -130,6 +136,10 @@ class Processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def seconds(self) -> float:
+        """Since they were started."""
+        return time.monotonic() - self._began
 
     def wait(self, seconds: float) -> list[Result]:
         """How they have ended; those that haven't in this time are killed."""

@@ -191,6 +191,18 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
         given = said(jnp.einsum("ebcf,efd->ebcd", hidden, w["w2"]), placed(tp, dp))
         return jnp.einsum("bsec,ebcd->bsd", combine, said(given, placed(None, by)))
 
+    def embedded(table: Any, tokens: Any) -> Any:
+        return table.astype(narrow)[tokens]
+
+    if sizes.wide_embedding:
+        embedded = jax.custom_vjp(embedded)
+
+        def added_up(tokens: Any, grad: Any) -> Any:
+            zeros = jnp.zeros((sizes.vocab, sizes.dim), wide)
+            return zeros.at[tokens].add(grad.astype(wide)), None
+
+        embedded.defvjp(lambda table, tokens: (table.astype(narrow)[tokens], tokens), added_up)
+
     def laid_out(x: Any) -> Any:
         if not (sizes.sequence_parallel or sizes.loop or sizes.experts):
             return x
@@ -199,7 +211,7 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
 
     def loss_of(params: Any, tokens: Any, targets: Any) -> Any:
         of_layer = {k: v for k, v in params.items() if k not in ("embedding", "output", "norm")}
-        x = params["embedding"].astype(narrow)[tokens]
+        x = embedded(params["embedding"], tokens)
         x = jax.lax.with_sharding_constraint(x, placed(by))
         x = laid_out(x)
         layer = block if sizes.keep else jax.checkpoint(block, prevent_cse=sizes.barrier)

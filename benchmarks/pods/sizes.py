@@ -16,7 +16,8 @@ class Sizes:
 
     With ``experts``, each feed-forward is that many, of which a token goes to ``taken``. With
     ``hsdp`` the mesh is (replicas, shards), and the batch lies over both: ``"shards"`` has weights
-    sharded over the second dim, as `fully_shard` lays them out, ``"whole"`` has none sharded.
+    sharded over the second dim, as `fully_shard` lays them out, ``"whole"`` has none sharded. With
+    ``wide_embedding`` JAX adds up the embedding's gradient in float32, as ours does on GPUs.
     """
 
     dim: int = 4096
@@ -35,6 +36,7 @@ class Sizes:
     barrier: bool = True
     keep: bool = False
     hsdp: str = ""
+    wide_embedding: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     head = property(lambda self: self.dim // self.heads)

@@ -99,26 +99,30 @@ def test_the_disks_newest_is_damaged(tmp_path: Path) -> None:
     hosts.start(7, 8)
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_damage_is_found(tmp_path: Path, damaged: int) -> None:
+    """What comes next is the step before, in memory, and then the disk's."""
     hosts = Hosts(tmp_path, "ab")
     hosts.start("nothing", STEPS)
     for name in "ab":
-        for path in hosts.kept(name)[-1].glob("*.distcp"):
-            content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
-            path.write_bytes(content)
-    hosts.start(4, 5)  # from the disk
+        for kept in hosts.kept(name)[-damaged:]:
+            for path in kept.glob("*.distcp"):
+                content = bytearray(path.read_bytes())
+                content[len(content) // 2] ^= 1
+                path.write_bytes(content)
+    hosts.start(STEPS - 1 if damaged == 1 else 4, STEPS)
+    assert [int(path.name[-1]) for path in hosts.kept("a")] == [STEPS - 1, STEPS]
 
 
 def test_a_host_has_no_room(tmp_path: Path) -> None:
     """All go on from the disk, and none waits for another."""
     hosts = Hosts(tmp_path, "ab")
     hosts.start("nothing", STEPS)
-    newest = hosts.kept("a")[-1]
-    inside = newest.relative_to(hosts.memory("a"))
     hosts.names += ["c"]
-    for path in newest.glob("*.distcp"):  # a folder of that name: the file can't be written
-        (hosts.memory("c") / inside / path.name).mkdir(parents=True)
+    for kept in hosts.kept("a"):
+        inside = kept.relative_to(hosts.memory("a"))
+        for path in kept.glob("*.distcp"):  # a folder of that name: the file can't be written
+            (hosts.memory("c") / inside / path.name).mkdir(parents=True)
     hosts.start(4, 5)
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,24 @@ class Hosts:
         folder: for its log and checkpoints.
         program: a module, with its arguments; the endpoint and the number of hosts come after them.
         most: how many hosts there may be.
+        meet_on: the host on which they meet.
+        within: of that host and of others, the command that runs what runs there.
     """
 
-    def __init__(self, folder: Path, program: list[str], most: int) -> None:
-        self.folder, self._most = folder, most
+    def __init__(
+        self,
+        folder: Path,
+        program: list[str],
+        most: int,
+        meet_on: str = "localhost",
+        within: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.folder, self._most, self._within = folder, most, within or {}
         self.port = free_port()
-        self._program = [*program, f"localhost:{self.port}", str(most)]
+        self._program = [*program, f"{meet_on}:{self.port}", str(most)]
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
-        command = [sys.executable, "-m", "xla_dtensor.elastic", str(self.port)]
+        command = [*self._within.get(meet_on, ()), sys.executable]
+        command += ["-m", "xla_dtensor.elastic", str(self.port)]
         out = subprocess.PIPE
         self._keeper = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=out)
         assert self._keeper.stdout is not None
@@ -51,7 +61,7 @@ class Hosts:
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             self._agents[name] = subprocess.Popen(
-                [sys.executable, "-m", *self._program],
+                [*self._within.get(name, ()), sys.executable, "-m", *self._program],
                 cwd=ROOT,
                 env=environ,
                 stdout=log,

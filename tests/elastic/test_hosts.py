@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ import xla_dtensor as xd
 from tests import launch
 from tests.elastic.hosts import DEVICES, Hosts
 from tests.elastic.programs.training import expected, rows
+from tests.runtime.network import HostNetwork
 
 STEPS = 60
 
@@ -130,10 +132,42 @@ def test_hosts_are_lost_and_come_back(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert not hosts.names()  # all have come to their end
         log = hosts.steps()
-    wanted = expected(STEPS)
     assert {step for step, *_ in log} == set(range(STEPS))
+    check(log)
+    # A step that was in flight may be there twice; copies in memory lose no more.
+    assert len(log) <= STEPS + 3 + 2 * 2
+
+
+@pytest.mark.slow
+def test_a_host_is_cut_off_from_the_network(tmp_path: Path) -> None:
+    """The others go on; when it is back, it is taken in by itself."""
+    try:
+        network = HostNetwork(4, tmp_path)
+    except OSError as error:
+        pytest.skip(str(error))
+    program = ["tests.elastic.programs.training", str(tmp_path), "1000", "0.5"]
+    names = [f"host-{i}" for i in range(4)]
+    within = {name: network.on(i) for i, name in enumerate(names)}
+    with network, Hosts(tmp_path, program, 3, names[3], within) as hosts:
+        for name in names[:3]:
+            hosts.start(name)
+        hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 3 * DEVICES)
+        network.cut(2, "silent")
+        hosts.wait_for(lambda log: log[-1][1] == 2 * DEVICES)
+        network.mend(2)
+        hosts.wait_for(lambda log: log[-1][1] == 3 * DEVICES)
+        count = len(hosts.steps())
+        hosts.wait_for(lambda log: len(log) > count + 2)
+        log = hosts.steps()
+    assert {step for step, *_ in log} == set(range(log[-1][0] + 1))
+    check(log)
+    # Of each change a step may be there twice, whose copies not all had yet.
+    assert len(log) <= log[-1][0] + 1 + 2 * 2
+
+
+def check(log: list[list[Any]]) -> None:
+    """Each step had its samples, and CPU torch's loss."""
+    wanted = expected(log[-1][0] + 1)
     for step, _, loss, samples, _ in log:
         assert samples == rows(step)
         assert loss == pytest.approx(wanted[step], rel=1e-5)
-    # A step that was in flight may be there twice; copies in memory lose no more.
-    assert len(log) <= STEPS + 3 + 2 * 2

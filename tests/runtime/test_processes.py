@@ -73,10 +73,28 @@ def test_a_process_killed_in_a_collective_is_named_with_the_line(where: str) -> 
     if "Gloo all-reduce failed" in output:  # or it hung, and was ended by the missing signs of life
         assert "DistributedError" in output
         assert "JaxRuntimeError" not in output
-        assert "computed something together with it\n  at " in output
+        assert "computed something together with the others\n  at " in output
     if where == "caught" and "Gloo all-reduce failed" in output:
         assert "saved what there is" in output
     assert results[0].seconds - results[1].seconds < 25
+
+
+@pytest.mark.slow
+def test_one_compiles_for_longer_than_transports_wait() -> None:
+    results = launch.run(["-m", "tests.runtime.programs.late", "compiling"], 2, 150, HEARTBEAT)
+    assert all("the value is 56.0" in output for output in launch.succeeded(results))
+
+
+@pytest.mark.slow
+def test_one_is_later_than_transports_wait() -> None:
+    """All are alive, and none would ever go on: both end, and say who was late."""
+    results = launch.run(["-m", "tests.runtime.programs.late", "launching"], 2, 150, HEARTBEAT)
+    for index in range(2):
+        output = ended(results, index)
+        assert "a connection has failed, though all processes give signs of life" in output
+        assert f"process 1 on {os.uname().nodename} (pid " in output
+        assert "was last seen at " in output and "time.sleep(LATE)" in output
+    assert "step(x).item()" in results[0].output and "JAX says: " in results[0].output
 
 
 @pytest.mark.slow

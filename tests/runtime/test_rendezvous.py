@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import xla_dtensor as xd
 from tests import launch
-from xla_dtensor.runtime import distributed, rendezvous
+from xla_dtensor.runtime import distributed
 from xla_dtensor.runtime.launchers import Launch, find
+from xla_dtensor.runtime.network import rendezvous
 
 Error = xd.DistributedError
 

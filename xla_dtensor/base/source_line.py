@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 # How programs name a module: ``nn:layers.0.attention``.
 FORWARD, BACKWARD, OPTIMIZER = "nn:", "nn_backward:", "nn_optimizer:"
+STDLIB = os.path.dirname(os.__file__) + os.sep
 _MODULE = re.compile(r"nn(_backward)?:([^/\"]+)")
 
 
@@ -26,10 +27,16 @@ def user_frame() -> traceback.FrameSummary | None:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's, JAX's nor this package's."""
+    """Whether a file is neither torch's, JAX's, Python's nor this package's."""
     if filename.startswith("<frozen"):
         return False  # an import
-    return not os.path.abspath(filename).startswith(_libraries())
+    path = os.path.abspath(filename)
+    return not is_pythons(path) and not path.startswith(_libraries())
+
+
+def is_pythons(path: str) -> bool:
+    """Whether a file is of Python's own library."""
+    return path.startswith(STDLIB) and "-packages" + os.sep not in path
 
 
 def _libraries() -> tuple[str, ...]:

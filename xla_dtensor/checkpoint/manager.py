@@ -176,9 +176,11 @@ class CheckpointManager:
         self._folder.check_same_in_all()
         found = [c for c in self._folder.steps() if step in (None, c[0])]
         ways = [(saved, functools.partial(self._restores, path)) for saved, path in found]
-        held = self._memory.newest() if step is None and self._memory is not None else None
-        if held is not None:
-            ways.append((held.step, functools.partial(self._restores_from_memory, held)))
+        if step is None and self._memory is not None:
+            ways += [
+                (held.step, functools.partial(self._restores_from_memory, held))
+                for held in self._memory.held()
+            ]
         for saved, restores in sorted(ways, key=lambda way: -way[0]):
             if restores():
                 self._saved_at = self._step_at = time.monotonic()

@@ -119,9 +119,9 @@ class HostCopies:
             (folder / name).write_bytes(found[place : place + size].tobytes())
             place += size
 
-    def newest(self) -> Held | None:
-        """The newest step of which some process has each file; None if there is none. All processes
-        call it."""
+    def held(self) -> list[Held]:
+        """The steps of which some process has each file, the newest first. All processes call
+        it."""
         own = {}
         for step, path in self._steps():
             try:
@@ -131,13 +131,14 @@ class HostCopies:
             have = [n for n, (size, _) in files.items() if _size(path / n) == size]
             own[str(step)] = [(path / manifests.NAME).read_text(), have]
         told = [json.loads(t) for t in agreement.texts_of_all("looks for copies", json.dumps(own))]
+        whole = []
         for step in sorted({int(step) for each in told for step in each}, reverse=True):
             found = [each.get(str(step), (None, [])) for each in told]
             texts = {text for text, _ in found if text is not None}
             held = Held(step, texts.pop(), [names for _, names in found])
             if not texts and held.files.keys() == {name for names in held.names for name in names}:
-                return held
-        return None
+                whole.append(held)
+        return whole
 
     def gathered(self, held: Held) -> Path:
         """A folder of this process's with all files of a step; others send what isn't here. All

@@ -21,8 +21,9 @@ from typing import Any
 from xla_dtensor.base import jax_private
 from xla_dtensor.base.config import config, fix
 from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import heartbeats, launchers, processes, rendezvous
+from xla_dtensor.runtime import heartbeats, launchers, processes
 from xla_dtensor.runtime.launchers import Launch
+from xla_dtensor.runtime.network import rendezvous
 
 __all__ = [
     "initialize",

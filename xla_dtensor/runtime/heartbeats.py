@@ -23,6 +23,7 @@ from xla_dtensor.base.source_line import is_users, user_line
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime import processes, user_positions
 from xla_dtensor.runtime.idle import is_idle
+from xla_dtensor.runtime.network.links import LivingLinks
 from xla_dtensor.runtime.user_positions import Whereabouts
 
 logger = logging.getLogger("xla_dtensor")
@@ -44,10 +45,14 @@ class _Heartbeats:
         self.stopping = threading.Event()
         self.failing = False
         self.heard = time.monotonic()  # when the store last answered
+        self.of_first = ""  # process 0's last sign of life
         self.stacks = user_positions.StacksOnRequest(patience=4 * self.interval)
+        # Where a host is gone altogether its missing signs of life are to come first.
+        links = LivingLinks(timeout + 2 * self.interval, self.stopping, _lost_link)
+        runs = (self._beat, "signs of life"), (self._listen, "listening"), (links.run, "links")
         self.threads = [
             threading.Thread(target=run, name=f"xla_dtensor {name}", daemon=True)
-            for name, run in (("signs of life", self._beat), ("listening", self._listen))
+            for run, name in runs
         ]
 
     def _beat(self) -> None:
@@ -61,6 +66,8 @@ class _Heartbeats:
                 self.heard = time.monotonic()
                 if me == 0:
                     self._look(store.all_of("alive"), seen)
+                else:
+                    self.of_first = store.look("alive/0") or ""
                 self.stacks.look()
             except Exception as error:
                 self._lost(error)
@@ -90,7 +97,8 @@ class _Heartbeats:
                 self._end(text)
                 return
             if time.monotonic() - self.heard > self.timeout:
-                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s")
+                last = _last_line(self.of_first)
+                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s{last}")
                 return
 
     def _lost(self, error: Exception) -> None:
@@ -99,16 +107,17 @@ class _Heartbeats:
         if not processes.store().is_open():
             self.stopping.set()  # Ray, or the user, has shut JAX's runtime down
             return
+        said = f"({str(error).splitlines()[0]}){_last_line(self.of_first)}"
         if "UNAVAILABLE" in str(error):
-            self._end(f"{_coordinator()} is gone ({str(error).splitlines()[0]})")
+            self._end(f"{_coordinator()} is gone {said}")
         elif time.monotonic() - self.heard > self.timeout:
-            self._end(f"{_coordinator()} doesn't answer ({str(error).splitlines()[0]})")
+            self._end(f"{_coordinator()} doesn't answer {said}")
 
     def _end(self, text: str) -> None:
         """End this process, since another one has failed."""
         if self.failing or self.stopping.is_set():
             return
-        me, own = processes.known(processes.index()), user_positions.here().line
+        me, own = processes.known(processes.index()), str(user_positions.here())
         own = f"\n  this one is {own}" if own else ""
         os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
         end = time.monotonic() + _GRACE
@@ -206,15 +215,15 @@ class NamingTheLost:
         say_failed(gone)
         me = processes.known(processes.index())
         raise DistributedError(
-            f"{gone}\n{me} computed something together with it{user_line()}\n"
+            f"{gone}\n{me} computed something together with the others{user_line()}\n"
             f"JAX says: {text.splitlines()[0]}"
         ) from None
 
 
 def _gone(running: _Heartbeats) -> str:
     """Which process is gone, by missing signs of life. A connection was lost, so fewer of them will
-    do than where nobody complains."""
-    store = processes.store()
+    do than where nobody complains. If none is missing: who hasn't come to where this one is."""
+    store, end = processes.store(), time.monotonic() + running.timeout
     others = [str(i) for i in range(processes.count()) if i != processes.index()]
     seen, changed = store.all_of("alive"), dict.fromkeys(others, time.monotonic())
     while True:
@@ -232,13 +241,36 @@ def _gone(running: _Heartbeats) -> str:
                 f"{processes.known(int(longest))} is gone: it was killed, or its host is gone"
                 f"{_last_line(seen.get(longest, ''))}"
             )
+        if now > end:
+            return _late(alive)
         time.sleep(0.1)
+
+
+def _late(alive: dict[str, str]) -> str:
+    """What to say where a connection failed, and all give signs of life: transports give up on who
+    comes half a minute later than the others to the first collective that they have together."""
+    found = [
+        f"\n{processes.known(int(index))} was last seen {there}"
+        for index, sign in sorted(alive.items())
+        if not (there := user_positions.read(sign.partition(" ")[2])).reads_for
+    ]
+    return f"a connection has failed, though all processes give signs of life{''.join(found[:4])}"
 
 
 def _last_line(sign: str) -> str:
     """Where a process was at its last sign of life, for the end of a message."""
-    line = user_positions.read(sign.partition(" ")[2]).line if sign else ""
-    return f"\n  it was last seen {line}" if line else ""
+    where = str(user_positions.read(sign.partition(" ")[2])) if sign else ""
+    return f"\n  it was last seen {where}" if where else ""
+
+
+def _lost_link(other: int, why: str) -> None:
+    """End all, as a process that isn't 0 doesn't reach another one any more."""
+    sign = processes.store().all_of("alive").get(str(other), "")
+    say_failed(
+        f"{processes.known(processes.index())} doesn't reach {processes.known(other)} any more "
+        f"({why}), though both reach {processes.known(0)}: the network between them is dead"
+        f"{_last_line(sign)}"
+    )
 
 
 def leave() -> None:

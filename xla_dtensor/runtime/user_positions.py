@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xla_dtensor.base.source_line import is_users
+from xla_dtensor.base.tables import counters
 from xla_dtensor.runtime import processes
 
 
@@ -32,14 +33,20 @@ class Whereabouts:
     Attributes:
         reads_for: for how many seconds it has waited for a value that all compute; 0 if it doesn't.
         line: the user's line that it executes.
+        steps: how many compiled steps it has launched.
     """
 
     reads_for: float
     line: str
+    steps: int = 0
 
     def text(self) -> str:
         """As a text for the key-value store."""
-        return json.dumps([round(self.reads_for, 1), self.line])
+        return json.dumps([round(self.reads_for, 1), self.line, self.steps])
+
+    def __str__(self) -> str:
+        steps = f" (compiled step {self.steps})" if self.steps else ""
+        return f"{self.line}{steps}" if self.line else steps.strip(" ()")
 
 
 class _Reading:
@@ -77,7 +84,8 @@ def here() -> Whereabouts:
     if frame is not None:
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         line = f"at {frame.f_code.co_filename}:{frame.f_lineno}: {text}"
-    return Whereabouts(0.0 if thread is None else time.monotonic() - since, line)
+    reads_for = 0.0 if thread is None else time.monotonic() - since
+    return Whereabouts(reads_for, line, counters.total("steps"))
 
 
 class StacksOnRequest:

@@ -14,7 +14,7 @@ _seconds: defaultdict[str, float] = defaultdict(float)
 
 
 def add(name: str, number: int = 1) -> None:
-    """Count ``number`` more of ``name``: "compilations", "traces" or "recompilations"."""
+    """Count ``number`` more of ``name``: "compilations", "traces", "recompilations" or "steps"."""
     with _lock:
         _counts[name] += number
 

@@ -30,8 +30,8 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any
 
-from xla_dtensor.base.source_line import is_users
-from xla_dtensor.compilation.code.names import LIBRARIES, STDLIB, is_library
+from xla_dtensor.base.source_line import STDLIB, is_users
+from xla_dtensor.compilation.code.names import LIBRARIES, is_library
 
 _TOOLS = (3, 4)  # ids that `sys.monitoring` reserves for no kind of tool
 _NAME = "xla_dtensor"

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.source_line import is_pythons
+
 # Libraries whose globals and names aren't read: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
 LIBRARIES = frozenset(
@@ -31,16 +33,13 @@ def is_library(module_name: str | None) -> bool:
     return package in LIBRARIES or (package in sys.stdlib_module_names and _is_stdlib(package))
 
 
-STDLIB = os.path.dirname(os.__file__) + os.sep
-
-
 def _is_stdlib(name: str) -> bool:
     """Whether what is imported under a name of the standard library is that: a user's own file may
     be called ``sched`` or ``queue``, too."""
     if name in ("__main__", "test"):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is None or (file.startswith(STDLIB) and "-packages" + os.sep not in file)
+    return file is None or is_pythons(file)
 
 
 def is_library_class(cls: type) -> bool:

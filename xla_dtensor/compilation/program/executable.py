@@ -137,6 +137,10 @@ class Executable:
                 with kept_by_names(names):
                     known = self._compile(lowered, lower, options)
                 executables.put(key, known)
+                if traced.frame is not None:
+                    # Compilers take their time, and transports give up on who comes half a minute
+                    # later than the others to the first collective that they have together.
+                    agreement.meet(f"has compiled the step with the digest {self.digest}")
             self.compiled = known
 
     def _laid_out(

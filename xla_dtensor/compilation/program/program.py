@@ -13,6 +13,7 @@ import torch
 
 from xla_dtensor.base import events, interrupts
 from xla_dtensor.base.random import rng
+from xla_dtensor.base.tables import counters
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.budget.again import within_budgets
 from xla_dtensor.compilation.call.arguments import Arguments
@@ -228,6 +229,7 @@ class Program:
                     arrays, residuals = arrays[:count], arrays[count:]
                     residuals = [*residuals, *backward.constants(groups)]
             self.runs, run.arrays = self.runs + 1, arrays
+            counters.add("steps")
             if events.observer is not None:
                 events.observer.launched(self, "forward", self.executable.compiled.as_text)
             self._write_back.put(run)
