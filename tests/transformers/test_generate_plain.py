@@ -128,6 +128,29 @@ def test_sampling_draws_what_the_loop_draws() -> None:
     assert found[0] == found[1]
 
 
+def test_tokens_lie_as_the_loops_do() -> None:
+    """In memory of their own, so that they can be viewed in any shape."""
+    for model in on_device():
+        tokens = model.generate(prompt(6).to(model.device), **{**PLAIN, "max_new_tokens": 2})
+        assert tokens.view(-1).shape == (16,)
+        assert tokens.untyped_storage().nbytes() == tokens.nbytes
+
+
+def test_dropout_that_is_kept_on_draws_what_the_loop_draws() -> None:
+    """To sample by (Monte Carlo dropout): the model is in evaluation mode, and a part isn't."""
+    found = []
+    model, _ = on_device("GPT-2")
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.9
+            part.train()
+    for cache in ("dynamic", None):
+        torch.manual_seed(3)
+        tokens = generated(model, prompt(6), max_new_tokens=2, cache_implementation=cache)
+        found.append((tokens, torch.rand(2, device="xla").tolist()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,6 +7,7 @@ library is imported.
 from xla_dtensor.ecosystem import (
     accelerate,
     huggingface_hub,
+    ignite,
     lightning,
     sentence_transformers,
     spmd_types,
@@ -28,6 +29,7 @@ def install() -> None:
     transformers_trainer.install()
     sentence_transformers.install()
     lightning.install()
+    ignite.install()
 
 
 __all__ = ["install"]

@@ -179,7 +179,8 @@ def _generated(
         for tensor in (layer.keys, layer.values):
             # The steps keep the arguments of their last call.
             tensor.untyped_storage().resize_(0)
-    return state["ids"][:, :length]
+    # As the loop's: in a row, and without what the buffer has room for.
+    return state["ids"][:, :length].contiguous()
 
 
 @contextlib.contextmanager

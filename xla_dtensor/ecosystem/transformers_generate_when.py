@@ -121,8 +121,9 @@ def _why_not_alike(
         return "the model is an assistant"
     if not model._can_compile_fullgraph:
         return f"transformers says that {type(model).__name__} can't be compiled"
-    if model.training:
-        return "the model is in training mode"
+    for name, part in model.named_modules():
+        if part.training:  # dropout kept on, to sample by: padded prompts draw more numbers
+            return f"{name or 'the model'} is in training mode"
     functions = map(function_mode_at, range(count_of_function_modes()))
     if count_of_dispatch_modes() or not all(_computes(type(mode)) for mode in functions):
         return "a mode of torch's that looks at operations"
