@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from xla_dtensor.base import torch_private
@@ -191,7 +194,59 @@ class Layer(nn.Module):
         return TORCH.scan(lambda c, row: (c + self.way(row), self.way(c)), h[0], h)[1]
 
 
-@pytest.mark.parametrize("layout", ["plain", "batch", "both"])
+class Layers(nn.Module):
+    """The lambdas mean other layers when the backward pass comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        for i, layer in enumerate(self.layers):
+            x = torch.cond(x.mean() > 0, lambda x: layer(x) * i, lambda x: -layer(x), (x,))  # noqa: B023
+        return x
+
+
+def wrapped(model: nn.Module, how: str) -> nn.Module:
+    if how == "checkpoint":
+        forward = model.forward
+        model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("how", ["", "checkpoint"])
+def test_what_python_says_later_is_not_asked(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(4, 8) + 0.2
+    ours = wrapped(copy.deepcopy(model).to("xla"), how)
+
+    @xd.compile
+    def step(x: Any) -> Any:
+        ours(x).square().sum().backward()
+
+    step(x.to("xla"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cond", PYTHON.cond)
+        model(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_holds_in_a_body() -> None:
+    @xd.compile
+    def step(x: Any) -> Any:
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x * 2, (x,))
+
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = x @ x if x.sum() > 0 else x @ x * 2
+    got = step(x.to("xla")).cpu()
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", ["plain", "batch", "both", "fully_shard"])
 def test_a_module_trains(layout: str) -> None:
     """Parameters that branches and bodies have captured get their gradients, in one step."""
     torch.manual_seed(0)
@@ -217,6 +272,10 @@ def test_a_module_trains(layout: str) -> None:
     if layout == "plain":
         ours.to("xla")
         placed: Callable[[torch.Tensor], Any] = lambda x: x.to("xla")
+    elif layout == "fully_shard":
+        flat = xd.init_device_mesh("xla", (8,), mesh_dim_names=("dp",))
+        fully_shard(ours, mesh=flat)
+        placed = lambda x: xd.distribute_tensor(x, flat, [xd.Shard(0)])
     else:
         rows = [xd.Shard(0), xd.Replicate()]
         weights = [xd.Replicate(), xd.Shard(0)] if layout == "both" else [xd.Replicate()] * 2
@@ -302,8 +361,31 @@ def test_numbers_that_are_carried() -> None:
             ),
             r"use scan.*detach\(\)",
         ),
+        (
+            lambda x: torch.autograd.grad(
+                torch.cond(x.sum() > 0, lambda x: x**3, lambda x: x, (x.requires_grad_(),)).sum(),
+                x,
+                create_graph=True,
+            ),
+            "create_graph=True.*outside of the step",
+        ),
+        (
+            lambda x: torch.cond(x.sum() > 0, lambda x: x[:1], lambda x: {"a": x}, (x,)),
+            r"one branch returns float32\[1\], the other {a: float32\[3\]}",
+        ),
+        (
+            lambda x: TORCH.while_loop(lambda x: x.sum() < 9, lambda x: (x.double(),), (x,)),
+            r"body_fn returns \(float64\[3\],\), and what is carried is \(float32\[3\],\)",
+        ),
+        (
+            lambda x: TORCH.scan(lambda c, row: (row.long(), row), x[0], x),
+            r"a carry of int64\[\], and init is float32\[\]",
+        ),
     ],
-    ids=["write to an argument", "write to what is captured", "gradient of while_loop"],
+    ids=[
+        *("write to an argument", "write to what is captured", "gradient of while_loop"),
+        *("gradient of a gradient", "branches", "what is carried", "carry"),
+    ],
 )
 def test_refused(function: Any, message: str) -> None:
     with pytest.raises(xd.UnsupportedOpError, match=f"(?s){message}"):

@@ -8,7 +8,8 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -19,7 +20,12 @@ from torch.overrides import TorchFunctionMode
 from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.base.torch_private import (
+    DispatchKey,
+    is_key_excluded,
+    pytree,
+    set_key_excluded,
+)
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.jax_programs import differentiated
 from xla_dtensor.jax_programs.differentiated import plain_form
@@ -35,6 +41,7 @@ class CapturingFunction(FunctionOnTensors):
         args: arrays, in any structure.
         captured: the tensors from outside that it uses.
         arrays: their values.
+        autocast: what is in force where torch code calls it.
     """
 
     def __init__(
@@ -43,9 +50,10 @@ class CapturingFunction(FunctionOnTensors):
         args: Sequence[Any],
         captured: Sequence[torch.Tensor],
         arrays: Sequence[Any],
+        autocast: Autocast,
     ) -> None:
         super().__init__(self._replaced, args, {})
-        self._own, self._captured = function, captured
+        self._own, self._captured, self._autocast = function, captured, autocast
         self._inputs: list[torch.Tensor] = []
         self._replacing: _Replacing | None = None
         self.arrays += arrays
@@ -64,7 +72,9 @@ class CapturingFunction(FunctionOnTensors):
 
     def _replaced(self, *args: Any) -> Any:
         assert self._replacing is not None
-        with self._replacing:
+        # The hooks of a checkpoint around it, or of `fully_shard`, are told of the operation.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with self._replacing, self._autocast.again(), own_hooks:
             found = self._own(*args)
         return pytree.tree_map(self._replacing.of, found)
 
@@ -74,6 +84,34 @@ class CapturingFunction(FunctionOnTensors):
         with jax.enable_x64(True):
             results = differentiated.call(self, words, list(map(jnp.asarray, arrays)))
         return self.put_together(results)
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
+
+
+class Autocast:
+    """What ``torch.autocast`` says of xla tensors here; for a body, which runs within the kernel of
+    an operation, where torch has it off."""
+
+    def __init__(self) -> None:
+        self._enabled = torch.is_autocast_enabled("xla")
+        self._dtype = torch.get_autocast_dtype("xla")
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A block in which it is in force."""
+        if not self._enabled:
+            yield
+            return
+        key = DispatchKey.AutocastPrivateUse1
+        before = is_key_excluded(key)
+        set_key_excluded(key, False)
+        try:
+            with torch.autocast("xla", dtype=self._dtype):
+                yield
+        finally:
+            set_key_excluded(key, before)
 
 
 class _Replacing(TorchFunctionMode):
@@ -123,8 +161,8 @@ class _Finding(_Replacing):
 
 def captured_by(
     function: Callable[..., Any], args: Sequence[Any], words: Any
-) -> list[torch.Tensor]:
-    """The tensors from outside that ``function`` uses, each once.
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tensors from outside that ``function`` uses, each once, and shapes of its results.
 
     Args:
         args: tensors, in any structure, in whose place it gets others of their shapes.
@@ -136,14 +174,14 @@ def captured_by(
         with finding:
             return pytree.tree_map(finding.of, function(*args))
 
-    def traced(arrays: Any) -> None:
+    def traced(arrays: Any) -> Any:
         code = FunctionOnTensors(found, arrays, {})
         given, code.arrays = code.arrays, []
-        differentiated.call(code, words, given)
+        return differentiated.call(code, words, given)
 
     with jax.enable_x64(True):
-        jax.eval_shape(traced, pytree.tree_map(_shape, args))
-    return finding.found
+        shapes = jax.eval_shape(traced, pytree.tree_map(_shape, args))
+    return finding.found, shapes
 
 
 def _shape(value: Any) -> Any:

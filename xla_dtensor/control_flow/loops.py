@@ -8,7 +8,7 @@ program: its body is traced once, and what it costs to compile doesn't depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ import torch
 from jax import lax
 
 from xla_dtensor.base import executor
+from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree
-from xla_dtensor.control_flow.captured import CapturingFunction, captured_by
-from xla_dtensor.custom_ops.jax_function import jax_function
+from xla_dtensor.control_flow.captured import Autocast, CapturingFunction, captured_by
+from xla_dtensor.control_flow.differentiable import call
 from xla_dtensor.errors import RandomNumbersError, UnsupportedOpError
 from xla_dtensor.jax_programs.values import words_of
 from xla_dtensor.tensors.of_form import is_ours
@@ -34,16 +35,16 @@ def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -
     flat, spec = pytree.tree_flatten(tuple(operands))
     branches = [_OnLeaves(f, spec) for f in (true_fn, false_fn)]
 
-    def program(call: _Calls, pred: Any, flat: Any) -> Any:
-        both = [lambda flat, f=f: call(f, flat) for f in (0, 1)]
+    def program(run: _Calls, pred: Any, flat: Any) -> Any:
+        both = [lambda flat, f=f: run(f, flat) for f in (0, 1)]
         return lax.cond(pred.reshape(()) != 0, *both, flat)
 
-    found = _as_one(program, branches, [flat, flat], [pred, flat])
-    if branches[0].gives != branches[1].gives:
-        raise UnsupportedOpError(
-            f"torch.cond: one branch returns {branches[0].gives}, the other {branches[1].gives}; "
-            f"both must return tensors in the same structure{user_line()}"
-        )
+    def check() -> None:
+        one, other = branches
+        if (one.gives, one.shapes) != (other.gives, other.shapes):
+            _refuse("torch.cond: one branch returns", one, "the other", other)
+
+    found = _as_one(program, branches, [flat, flat], [pred, flat], check)
     return pytree.tree_unflatten(found, branches[0].gives)
 
 
@@ -57,17 +58,24 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
     flat, spec = pytree.tree_flatten(tuple(carried_inputs))
     flat = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="xla") for x in flat]
 
-    def program(call: _Calls, flat: Any) -> Any:
+    def program(run: _Calls, flat: Any) -> Any:
         def goes_on(state: Any) -> Any:
-            return jnp.asarray(call(0, state[1], state[0])[0]).reshape(()) != 0
+            return jnp.asarray(run(0, state[1], state[0])[0]).reshape(()) != 0
 
         def step(state: Any) -> Any:
-            return state[0] + 1, call(1, state[1], state[0])
+            return state[0] + 1, run(1, state[1], state[0])
 
         return lax.while_loop(goes_on, step, (jnp.uint32(0), flat))[1]
 
-    functions = [_OnLeaves(cond_fn, spec), _OnLeaves(body_fn, spec, gives=spec)]
-    found = _as_one(program, functions, [flat, flat], [flat], differentiable=False)
+    body = _OnLeaves(body_fn, spec)
+    carried = _OnLeaves(_same, spec, spec, flat)
+
+    def check() -> None:
+        if (body.gives, body.shapes) != (spec, carried.shapes):
+            _refuse("while_loop: body_fn returns", body, "and what is carried is", carried)
+
+    functions = [_OnLeaves(cond_fn, spec), body]
+    found = _as_one(program, functions, [flat, flat], [flat], check, differentiable=False)
     return pytree.tree_unflatten(found, spec)
 
 
@@ -93,21 +101,26 @@ def scan(
         (first, given) = _one_of(rows), pytree.tree_flatten((init, xs))[1]
         step = _OnLeaves(combine_fn, given)
 
-        def program(call: _Calls, flat: Any, rows: Any) -> Any:
-            def run(state: Any, row: Any) -> Any:
-                found = call(0, [*state[1], *row], state[0])
+        def program(run: _Calls, flat: Any, rows: Any) -> Any:
+            def one(state: Any, row: Any) -> Any:
+                found = run(0, [*state[1], *row], state[0])
                 return (state[0] + 1, found[:count]), found[count:]
 
-            (_, carry), ys = lax.scan(run, (jnp.uint32(0), flat), rows, reverse=reverse)
+            (_, carry), ys = lax.scan(one, (jnp.uint32(0), flat), rows, reverse=reverse)
             return carry, ys
 
-        carry, ys = _as_one(program, [step], [[*flat, *first]], [flat, rows])
+        carried = _OnLeaves(_same, of_carry, of_carry, flat)
+
+        def check() -> None:
+            carry, _ = pytree.tree_unflatten(range(len(step.shapes)), step.gives)
+            leaves, structure = pytree.tree_flatten(carry)
+            own = _OnLeaves(combine_fn, given, structure)
+            own.shapes = [step.shapes[i] for i in leaves]
+            if (structure, own.shapes) != (of_carry, carried.shapes):
+                _refuse("scan: combine_fn returns a carry of", own, "and init is", carried)
+
+        carry, ys = _as_one(program, [step], [[*flat, *first]], [flat, rows], check)
         carry, stacked = pytree.tree_unflatten([*carry, *ys], step.gives)
-        if pytree.tree_structure(carry) != of_carry:
-            raise UnsupportedOpError(
-                f"scan: combine_fn returns a carry of {pytree.tree_structure(carry)}, and init is "
-                f"{of_carry}{user_line()}"
-            )
     return carry, pytree.tree_map(lambda y: y.movedim(0, dim) if dim < y.ndim else y, stacked)
 
 
@@ -121,10 +134,10 @@ def map_along(f: Function, xs: Any, *args: Any) -> Any:
     others = flat[len(rows) :]
     function = _OnLeaves(f, spec)
 
-    def program(call: _Calls, rows: Any, others: Any) -> Any:
-        return lax.scan(lambda i, row: (i + 1, call(0, [*row, *others], i)), jnp.uint32(0), rows)[1]
+    def program(run: _Calls, rows: Any, others: Any) -> Any:
+        return lax.scan(lambda i, row: (i + 1, run(0, [*row, *others], i)), jnp.uint32(0), rows)[1]
 
-    found = _as_one(program, [function], [[*_one_of(rows), *others]], [rows, others])
+    found = _as_one(program, [function], [[*_one_of(rows), *others]], [rows, others], lambda: None)
     return pytree.tree_unflatten(found, function.gives)
 
 
@@ -142,27 +155,41 @@ class _OnLeaves:
     Args:
         function: is given the structure that torch calls it with.
         takes: what structure that is.
-        gives: what structure it has to return; None: any.
+        gives: that of its results.
+        leaves: its results, if they are there.
 
     Attributes:
-        gives: the structure of its results, when it has been called.
+        gives: likewise, when it has been called.
+        shapes: the results' shapes and dtypes.
     """
 
-    def __init__(self, function: Function, takes: Any, gives: Any = None) -> None:
-        self._function, self._takes, self._wanted = function, takes, gives
-        self.gives: Any = gives
+    def __init__(
+        self, function: Function, takes: Any, gives: Any = None, leaves: Sequence[Any] = ()
+    ) -> None:
+        self._function, self._takes, self.gives = function, takes, gives
+        self.shapes = [(tuple(x.shape), to_jax_dtype(x.dtype)) for x in leaves]
 
     def __call__(self, *flat: Any) -> list[Any]:
-        given = pytree.tree_unflatten(list(flat), self._takes)
-        found = self._function(*given)
-        found = tuple(found) if isinstance(found, list) and self._wanted is not None else found
+        found = self._function(*pytree.tree_unflatten(list(flat), self._takes))
+        if isinstance(found, list):
+            found = tuple(found)
         leaves, self.gives = pytree.tree_flatten(found)
-        if self._wanted is not None and self.gives != self._wanted:
-            raise UnsupportedOpError(
-                f"while_loop: body_fn returns {self.gives}, and what is carried is {self._wanted}"
-                f"{user_line()}"
-            )
         return leaves
+
+    def __str__(self) -> str:
+        texts = [f"{dtype.name}{list(shape)}" for shape, dtype in self.shapes]
+        return str(pytree.tree_unflatten(texts, self.gives)).replace("'", "")
+
+
+def _same(*given: Any) -> Any:
+    return given
+
+
+def _refuse(first: str, one: _OnLeaves, second: str, other: _OnLeaves) -> NoReturn:
+    raise UnsupportedOpError(
+        f"{first} {one}, {second} {other}: both must be tensors of the same shapes and dtypes in "
+        f"the same structure{user_line()}"
+    )
 
 
 class _Calls:
@@ -173,22 +200,27 @@ class _Calls:
         captured: by function the tensors from outside that it uses.
         arrays: their values.
         seed: of the random numbers; None if none are drawn.
+        autocast: what torch says of it here.
     """
 
     def __init__(
-        self, functions: Sequence[_OnLeaves], captured: Sequence[Any], arrays: Any, seed: Any
+        self,
+        functions: Sequence[_OnLeaves],
+        captured: Sequence[Any],
+        arrays: Any,
+        seed: Any,
+        autocast: Autocast,
     ) -> None:
         self._functions, self._captured, self._arrays = functions, captured, arrays
-        self._seed = seed
+        self._seed, self._autocast = seed, autocast
 
     def __call__(self, which: int, flat: Any, run: Any = None) -> Any:
         words = None
         if self._seed is not None:
             key = _key(self._seed)
             words = words_of(key if run is None else jax.random.fold_in(key, run))
-        return CapturingFunction(
-            self._functions[which], flat, self._captured[which], self._arrays[which]
-        )(words)
+        held = self._captured[which], self._arrays[which]
+        return CapturingFunction(self._functions[which], flat, *held, self._autocast)(words)
 
 
 def _key(seed: Any) -> Any:
@@ -200,6 +232,7 @@ def _as_one(
     functions: Sequence[_OnLeaves],
     examples: Sequence[list[Any]],
     arguments: Sequence[Any],
+    check: Callable[[], None],
     differentiable: bool = True,
 ) -> Any:
     """One operation of the step, which ``program`` says in JAX.
@@ -209,15 +242,20 @@ def _as_one(
         functions: torch functions that it calls.
         examples: by function arguments as it will be given them.
         arguments: tensors, and lists of them.
+        check: is called when the functions know what they return.
         differentiable: whether JAX can differentiate it.
     """
     seed = None
     given = list(zip(functions, examples, strict=True))
     try:
-        captured = [captured_by(f, args, None) for f, args in given]
+        traced = [captured_by(f, args, None) for f, args in given]
     except RandomNumbersError:
         seed = torch.randint(2**62, (), device="xla")
-        captured = [captured_by(f, args, words_of(_key(0))) for f, args in given]
+        traced = [captured_by(f, args, words_of(_key(0))) for f, args in given]
+    captured = [tensors for tensors, _ in traced]
+    for function, (_, shapes) in zip(functions, traced, strict=True):
+        function.shapes = [(tuple(x.shape), x.dtype) for x in shapes]
+    check()
     # In the body of a loop the tensors around it are replaced themselves, by a mode: `view_as`.
     held = [[tensor.view_as(tensor) for tensor in tensors] for tensors in captured]
     tensors = pytree.tree_leaves([*arguments, held])
@@ -228,8 +266,16 @@ def _as_one(
             f"torch.no_grad() or detach() where no gradient is needed{user_line()}"
         )
 
-    def in_jax(arguments: Any, held: Any, seed: Any) -> Any:
-        return program(_Calls(functions, captured, held, seed), *arguments)
+    autocast = Autocast()
+    flat, spec = jax.tree.flatten((list(arguments), held, seed))
+    structure: list[Any] = []
+
+    def in_jax(*flat: Any) -> list[Any]:
+        arguments, held, seed = jax.tree.unflatten(spec, flat)
+        found = program(_Calls(functions, captured, held, seed, autocast), *arguments)
+        leaves, structure[:] = jax.tree.flatten(found)[0], [jax.tree.structure(found)]
+        return list(leaves)
 
     in_jax.__name__ = program.__qualname__.split(".")[0]
-    return jax_function(in_jax)(arguments, held, seed)
+    outs = call(in_jax, flat)
+    return jax.tree.unflatten(structure[0], outs)
