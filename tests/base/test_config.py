@@ -169,7 +169,7 @@ def test_no_variable_is_read_elsewhere() -> None:
     files = [path for path in package.rglob("*.py") if "XLA_DTENSOR_" in path.read_text()]
     naming = {path.relative_to(package).as_posix() for path in files}
     in_messages = {
-        "runtime/rendezvous.py",
+        "runtime/network/rendezvous.py",
         "runtime/distributed.py",
         "ecosystem/torchtitan/step.py",
     }

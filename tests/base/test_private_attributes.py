@@ -52,6 +52,7 @@ LIBRARIES = {
     "ecosystem.accelerate": "_cpu _mixed_precision _optimizers _prepare_device_mesh _prepare_tp"
     " _reset_state _shared_state _validate_accelerator",
     "ecosystem.huggingface_hub": "_get_unique_id",
+    "ecosystem.ignite": "_SerialModel _check_arg",
     "ecosystem.lightning": "_AcceleratorConnector _Connector _atomic_save _check_and_init_precision"
     " _check_strategy_and_fallback _choose_auto_accelerator _collect_rng_states _device_mesh"
     " _num_nodes_flag _parallel_devices _precision_flag _precision_input _precision_instance"
@@ -59,8 +60,8 @@ LIBRARIES = {
     "ecosystem.spmd_types": "_build_rank_to_group_local _from_pg _get_local_tensor_mode"
     " _indices_to_layout _make_axis_layout _pg_for_axis _pg_to_mesh_axis _register_name",
     "ecosystem.torchtitan": "_LossParallelCrossEntropy _combine_token_exchange"
-    " _dispatch_token_exchange _forward_backward_body _shares_storage _sync_token_count_exchange"
-    " _token_count_exchange _validate_cuda_graphs",
+    " _dispatch_token_exchange _forward_backward_body _maybe_compile _shares_storage"
+    " _sync_token_count_exchange _token_count_exchange _validate_cuda_graphs",
     "ecosystem.torchvision": "_has_ops",
     "ecosystem.transformers": "_load_rng_state _n_gpu _save_rng_state _setup_devices"
     " _is_user_defined _previous_max_cache_length _pad_token_tensor _optimize_model_for_decode"

@@ -126,7 +126,7 @@ def test_what_jax_detects(
 ) -> None:
     from jax._src.clusters import cloud_tpu_cluster
 
-    from xla_dtensor.runtime import rendezvous
+    from xla_dtensor.runtime.network import rendezvous
 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
