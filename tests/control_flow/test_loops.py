@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +181,29 @@ def test_torch_says_the_same(case: str) -> None:
     x, w = inputs(0)
     got, want = (leaves(CASES[case](by, x, w)) for by in (TORCH, PYTHON))
     torch.testing.assert_close(got, want)
+
+
+AFTER_A_STEP = """
+import torch
+from torch._higher_order_ops import scan
+import xla_dtensor as xd
+
+x = torch.arange(6.0).view(3, 2)
+xd.compile(lambda x: x + 1)(x.to("xla"))
+carry, (ys, sums) = scan(lambda c, row: (c + row, (c * row, row.sum())), x[0], x)
+print(carry.tolist(), ys.tolist(), sums.tolist())
+"""
+
+
+def test_torch_compiles_loops_on_the_cpu_after_a_step() -> None:
+    """torch._dynamo was imported by the first trace, and noted wrong things of torch."""
+    found = subprocess.run(
+        [sys.executable, "-c", AFTER_A_STEP], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    x = torch.arange(6.0).view(3, 2)
+    carry, (ys, sums) = _scan(lambda c, row: (c + row, (c * row, row.sum())), x[0], x)
+    assert found.stdout.split("\n")[-2] == f"{carry.tolist()} {ys.tolist()} {sums.tolist()}"
 
 
 class Layer(nn.Module):

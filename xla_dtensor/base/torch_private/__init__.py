@@ -9,6 +9,7 @@ here: operators (``torch.ops.aten._to_copy``, ``torch._foreach_add_``).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from typing import Any
@@ -299,6 +300,10 @@ def set_compiling(value: bool) -> bool:
     Returns:
         what it told before.
     """
+    if value:
+        # Operations of a trace import it, and what it notes of torch while this tells that
+        # something is compiled lets later torch.compile calls fail (of `torch.utils._pytree`).
+        importlib.import_module("torch._dynamo")
     compiler: Any = torch.compiler
     before, compiler._is_compiling_flag = compiler._is_compiling_flag, value
     return bool(before)
