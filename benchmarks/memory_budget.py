@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +93,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def train_step(case: Case, model: nn.Module) -> Callable[..., Tensor]:
-    optimizer = case.make_optimizer(model)
-
-    def step(*batch: Tensor) -> Tensor:
-        loss = case.loss(model, *batch)
-        loss.backward()
-        if case.max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
 def losses_on_cpu(case: Case, steps: int) -> list[float]:
-    step = train_step(case, case.make_model())
+    step = case.make_step(case.make_model())
     return [step(*batch).item() for batch in case.make_batches(steps)]
 
 
@@ -118,7 +102,7 @@ def measured(case: Case, budget: float, steps: int) -> tuple[list[float], dict[s
     """The losses, and what the step's program takes."""
     mesh = xd.init_device_mesh("xla", case.mesh_shape, mesh_dim_names=case.mesh_names)
     model = case.shard_model(case.make_model(), mesh)
-    step = xd.compile(train_step(case, model))
+    step = xd.compile(case.make_step(model))
     torch.manual_seed(1)
     losses, jaxprs = [], list[Any]()
     with functorch.patch(activation_memory_budget=budget):
@@ -138,7 +122,7 @@ def planned(case: Case, budget: float, pod: str) -> dict[str, float]:
         mesh = xd.init_device_mesh("xla", case.mesh_shape, mesh_dim_names=case.mesh_names)
         model = case.shard_model(case.make_model(), mesh)
         batch = [case.shard_batch(each, mesh) for each in case.make_batches(1)[0]]
-        plan = xd.plan(xd.compile(train_step(case, model)), *batch)
+        plan = xd.plan(xd.compile(case.make_step(model)), *batch)
     return {"MB": (plan.memory.temporaries or 0) / 1e6, "GFLOP": plan.flops / 1e9}
 
 

@@ -111,19 +111,8 @@ def run(case: Any, layout: str, steps: int, across: bool) -> Run:
     )
     model = case.make_model()
     put = place(model, mesh)
-    optimizer = case.make_optimizer(model)
     with xd.config.override(reproducible="across meshes" if across else "on a mesh"):
-
-        @xd.compile
-        def step(*batch: Tensor) -> Tensor:
-            loss = case.loss(model, *batch)
-            loss.backward()
-            if case.max_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        step = xd.compile(case.make_step(model))
     batches = case.make_batches(8)
     losses, seconds = [], []
     for number in range(steps):

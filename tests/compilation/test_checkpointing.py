@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,9 +80,10 @@ def measure() -> None:
     print(json.dumps([losses_and_memory(mesh, recompute) for recompute in (False, True)]))
 
 
-def test_recomputation_saves_memory_and_changes_no_number() -> None:
+def scheduled_for_memory(module: str) -> Any:
+    """What ``measure()`` of a module prints where XLA is told to schedule for memory."""
     result = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import measure; measure()"],
+        [sys.executable, "-c", f"from {module} import measure; measure()"],
         env=os.environ | {"XLA_FLAGS": FOR_MEMORY},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -89,7 +91,12 @@ def test_recomputation_saves_memory_and_changes_no_number() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    (kept, memory_kept, tanhs_kept), (again, memory_again, tanhs_again) = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def test_recomputation_saves_memory_and_changes_no_number() -> None:
+    measured = scheduled_for_memory(__name__)
+    (kept, memory_kept, tanhs_kept), (again, memory_again, tanhs_again) = measured
     assert again == pytest.approx(kept, rel=1e-6)
     assert tanhs_again > tanhs_kept
     assert memory_again < 0.65 * memory_kept

@@ -8,8 +8,7 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +19,8 @@ from torch.overrides import TorchFunctionMode
 from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.torch_private import (
-    DispatchKey,
-    is_key_excluded,
-    pytree,
-    set_key_excluded,
-)
+from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.jax_programs import differentiated
 from xla_dtensor.jax_programs.differentiated import plain_form
@@ -38,7 +33,7 @@ class CapturingFunction(FunctionOnTensors):
 
     Args:
         function: is called with ``args``.
-        args: arrays, in any structure.
+        args: arrays.
         captured: the tensors from outside that it uses.
         arrays: their values.
         autocast: what is in force where torch code calls it.
@@ -54,7 +49,6 @@ class CapturingFunction(FunctionOnTensors):
     ) -> None:
         super().__init__(self._replaced, args, {})
         self._own, self._captured, self._autocast = function, captured, autocast
-        self._inputs: list[torch.Tensor] = []
         self._replacing: _Replacing | None = None
         self.arrays += arrays
 
@@ -88,30 +82,6 @@ class CapturingFunction(FunctionOnTensors):
 
 def _as_it_is(tensor: Any) -> Any:
     return tensor
-
-
-class Autocast:
-    """What ``torch.autocast`` says of xla tensors here; for a body, which runs within the kernel of
-    an operation, where torch has it off."""
-
-    def __init__(self) -> None:
-        self._enabled = torch.is_autocast_enabled("xla")
-        self._dtype = torch.get_autocast_dtype("xla")
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A block in which it is in force."""
-        if not self._enabled:
-            yield
-            return
-        key = DispatchKey.AutocastPrivateUse1
-        before = is_key_excluded(key)
-        set_key_excluded(key, False)
-        try:
-            with torch.autocast("xla", dtype=self._dtype):
-                yield
-        finally:
-            set_key_excluded(key, before)
 
 
 class _Replacing(TorchFunctionMode):
@@ -153,7 +123,6 @@ class _Finding(_Replacing):
             return value
         array = jnp.zeros(value.shape, to_jax_dtype(value.dtype))
         other = new_tensor(array, plain_form(array)).requires_grad_(value.requires_grad)
-        executor.current().created(other._storage_)
         self.found.append(value)
         self._others[id(value)] = other
         return other
@@ -165,7 +134,7 @@ def captured_by(
     """The tensors from outside that ``function`` uses, each once, and shapes of its results.
 
     Args:
-        args: tensors, in any structure, in whose place it gets others of their shapes.
+        args: tensors, in whose place it gets others of their shapes.
         words: the state of random numbers that it may draw, or None.
     """
     finding = _Finding()
@@ -180,14 +149,12 @@ def captured_by(
         return differentiated.call(code, words, given)
 
     with jax.enable_x64(True):
-        shapes = jax.eval_shape(traced, pytree.tree_map(_shape, args))
+        shapes = jax.eval_shape(traced, [_shape(x) for x in args])
     return finding.found, shapes
 
 
-def _shape(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return jax.ShapeDtypeStruct(tuple(value.shape), to_jax_dtype(value.dtype))
+def _shape(tensor: torch.Tensor) -> Any:
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), to_jax_dtype(tensor.dtype))
 
 
 def _refuse_write(tensor: torch.Tensor, what: str) -> None:

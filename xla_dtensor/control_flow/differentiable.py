@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.custom_ops.jax_function import jax_function
+from xla_dtensor.custom_ops.jax_function import is_exact, jax_function, no_cotangent
 from xla_dtensor.errors import UnsupportedOpError
 
 
@@ -51,14 +50,10 @@ class _Differentiated:
     def _backward(self, kept: Any, cotangents: Any) -> Any:
         given = iter(cotangents)
         every = [
-            next(given) if _is_inexact(out) else np.zeros(out.shape, jax.dtypes.float0)
+            next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else no_cotangent(out)
             for out in self._outs
         ]
         return list(jax.tree.unflatten(self._pull, kept)(every))
-
-
-def _is_inexact(out: Any) -> bool:
-    return bool(jnp.issubdtype(out.dtype, jnp.inexact))
 
 
 class _Function(torch.autograd.Function):
@@ -67,8 +62,8 @@ class _Function(torch.autograd.Function):
         outs, kept = program.forward(*tensors)
         ctx.program = program
         ctx.save_for_backward(*kept)
-        ctx.mark_non_differentiable(*(x for x in outs if not _has_gradient(x)))
-        ctx.exact = [not _has_gradient(x) for x in outs]
+        ctx.mark_non_differentiable(*filter(is_exact, outs))
+        ctx.exact = [*map(is_exact, outs)]
         return tuple(outs)
 
     @staticmethod
@@ -82,10 +77,6 @@ class _Function(torch.autograd.Function):
         given = [g for g, exact in zip(grads, ctx.exact, strict=True) if not exact]
         found = iter(ctx.program.backward(list(ctx.saved_tensors), given))
         return (None, *(next(found) if w else None for w in ctx.needs_input_grad[1:]))
-
-
-def _has_gradient(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def call(function: Callable[..., list[Any]], tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -7,7 +7,8 @@ program: its body is traced once, and what it costs to compile doesn't depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
@@ -19,13 +20,16 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree
-from xla_dtensor.control_flow.captured import Autocast, CapturingFunction, captured_by
+from xla_dtensor.compilation.scan.autocasts import Autocast
+from xla_dtensor.control_flow.captured import CapturingFunction, captured_by
 from xla_dtensor.control_flow.differentiable import call
 from xla_dtensor.errors import RandomNumbersError, UnsupportedOpError
 from xla_dtensor.jax_programs.values import words_of
 from xla_dtensor.tensors.of_form import is_ours
 
 Function = Callable[..., Any]
+_Run = Callable[..., Any]
+"""Calls a function by its number: on arrays, and which run of a loop it is, for random numbers."""
 
 
 def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -> Any:
@@ -33,19 +37,16 @@ def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -
     if executor.current().has_values or not is_ours(pred):
         return (true_fn if pred else false_fn)(*operands)
     flat, spec = pytree.tree_flatten(tuple(operands))
-    branches = [_OnLeaves(f, spec) for f in (true_fn, false_fn)]
+    bodies = _Bodies((true_fn, spec, flat), (false_fn, spec, flat))
+    one, other = bodies.results
+    if one != other:
+        _refuse("torch.cond: one branch returns", one, "the other", other)
 
-    def program(run: _Calls, pred: Any, flat: Any) -> Any:
+    def program(run: _Run, pred: Any, flat: Any) -> Any:
         both = [lambda flat, f=f: run(f, flat) for f in (0, 1)]
         return lax.cond(pred.reshape(()) != 0, *both, flat)
 
-    def check() -> None:
-        one, other = branches
-        if (one.gives, one.shapes) != (other.gives, other.shapes):
-            _refuse("torch.cond: one branch returns", one, "the other", other)
-
-    found = _as_one(program, branches, [flat, flat], [pred, flat], check)
-    return pytree.tree_unflatten(found, branches[0].gives)
+    return one.put_together(bodies.as_one(program, pred, flat))
 
 
 def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any:
@@ -57,8 +58,18 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
         return carried
     flat, spec = pytree.tree_flatten(tuple(carried_inputs))
     flat = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="xla") for x in flat]
+    bodies = _Bodies((cond_fn, spec, flat), (body_fn, spec, flat))
+    given, found = _Results.of(flat, spec), bodies.results[1]
+    if found != given:
+        _refuse("while_loop: body_fn returns", found, "and what is carried is", given)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat, *bodies.captured)):
+        raise UnsupportedOpError(
+            "while_loop of a tensor that requires grad: a loop whose number of runs nobody knows "
+            "keeps nothing for a backward pass; use scan where the number is known, or "
+            f"torch.no_grad() or detach() where no gradient is needed{user_line()}"
+        )
 
-    def program(run: _Calls, flat: Any) -> Any:
+    def program(run: _Run, flat: Any) -> Any:
         def goes_on(state: Any) -> Any:
             return jnp.asarray(run(0, state[1], state[0])[0]).reshape(()) != 0
 
@@ -67,16 +78,7 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
 
         return lax.while_loop(goes_on, step, (jnp.uint32(0), flat))[1]
 
-    body = _OnLeaves(body_fn, spec)
-    carried = _OnLeaves(_same, spec, spec, flat)
-
-    def check() -> None:
-        if (body.gives, body.shapes) != (spec, carried.shapes):
-            _refuse("while_loop: body_fn returns", body, "and what is carried is", carried)
-
-    functions = [_OnLeaves(cond_fn, spec), body]
-    found = _as_one(program, functions, [flat, flat], [flat], check, differentiable=False)
-    return pytree.tree_unflatten(found, spec)
+    return given.put_together(bodies.as_one(program, flat))
 
 
 def scan(
@@ -97,30 +99,22 @@ def scan(
         stacked = _stacked(ys[::-1] if reverse else ys)
     else:
         flat, of_carry = pytree.tree_flatten(init)
-        count = len(flat)
-        (first, given) = _one_of(rows), pytree.tree_flatten((init, xs))[1]
-        step = _OnLeaves(combine_fn, given)
+        spec = pytree.tree_structure((init, xs))
+        bodies = _Bodies((combine_fn, spec, [*flat, *(x[0] for x in rows)]))
+        (results,) = bodies.results
+        given, found = _Results.of(flat, of_carry), results.first()
+        if found != given:
+            _refuse("scan: combine_fn returns a carry of", found, "and init is", given)
 
-        def program(run: _Calls, flat: Any, rows: Any) -> Any:
-            def one(state: Any, row: Any) -> Any:
+        def program(run: _Run, flat: Any, rows: Any) -> Any:
+            def step(state: Any, row: Any) -> Any:
                 found = run(0, [*state[1], *row], state[0])
-                return (state[0] + 1, found[:count]), found[count:]
+                return (state[0] + 1, found[: len(flat)]), found[len(flat) :]
 
-            (_, carry), ys = lax.scan(one, (jnp.uint32(0), flat), rows, reverse=reverse)
-            return carry, ys
+            (_, carry), ys = lax.scan(step, (jnp.uint32(0), flat), rows, reverse=reverse)
+            return [*carry, *ys]
 
-        carried = _OnLeaves(_same, of_carry, of_carry, flat)
-
-        def check() -> None:
-            carry, _ = pytree.tree_unflatten(range(len(step.shapes)), step.gives)
-            leaves, structure = pytree.tree_flatten(carry)
-            own = _OnLeaves(combine_fn, given, structure)
-            own.shapes = [step.shapes[i] for i in leaves]
-            if (structure, own.shapes) != (of_carry, carried.shapes):
-                _refuse("scan: combine_fn returns a carry of", own, "and init is", carried)
-
-        carry, ys = _as_one(program, [step], [[*flat, *first]], [flat, rows], check)
-        carry, stacked = pytree.tree_unflatten([*carry, *ys], step.gives)
+        carry, stacked = results.put_together(bodies.as_one(program, flat, rows))
     return carry, pytree.tree_map(lambda y: y.movedim(0, dim) if dim < y.ndim else y, stacked)
 
 
@@ -132,150 +126,133 @@ def map_along(f: Function, xs: Any, *args: Any) -> Any:
         return _stacked([f(pytree.tree_unflatten(part, of_rows), *args) for part in parts])
     flat, spec = pytree.tree_flatten((xs, *args))
     others = flat[len(rows) :]
-    function = _OnLeaves(f, spec)
+    bodies = _Bodies((f, spec, [*(x[0] for x in rows), *others]))
 
-    def program(run: _Calls, rows: Any, others: Any) -> Any:
+    def program(run: _Run, rows: Any, others: Any) -> Any:
         return lax.scan(lambda i, row: (i + 1, run(0, [*row, *others], i)), jnp.uint32(0), rows)[1]
 
-    found = _as_one(program, [function], [[*_one_of(rows), *others]], [rows, others], lambda: None)
-    return pytree.tree_unflatten(found, function.gives)
-
-
-def _one_of(rows: Sequence[Any]) -> list[Any]:
-    return [x[0] for x in rows]
+    return bodies.results[0].put_together(bodies.as_one(program, rows, others))
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
     return pytree.tree_map(lambda *each: torch.stack(each), *parts)
 
 
-class _OnLeaves:
-    """A function of lists of tensors: JAX's structures have an order of their own for dicts.
-
-    Args:
-        function: is given the structure that torch calls it with.
-        takes: what structure that is.
-        gives: that of its results.
-        leaves: its results, if they are there.
+@dataclass(frozen=True)
+class _Results:
+    """What a function returns.
 
     Attributes:
-        gives: likewise, when it has been called.
-        shapes: the results' shapes and dtypes.
+        structure: as torch's pytree has it. JAX's has an order of its own for dicts, so it is given
+            lists alone.
+        kinds: the shapes and dtypes of the tensors in it.
     """
 
-    def __init__(
-        self, function: Function, takes: Any, gives: Any = None, leaves: Sequence[Any] = ()
-    ) -> None:
-        self._function, self._takes, self.gives = function, takes, gives
-        self.shapes = [(tuple(x.shape), to_jax_dtype(x.dtype)) for x in leaves]
+    structure: Any
+    kinds: list[tuple[tuple[int, ...], Any]]
 
-    def __call__(self, *flat: Any) -> list[Any]:
-        found = self._function(*pytree.tree_unflatten(list(flat), self._takes))
-        if isinstance(found, list):
-            found = tuple(found)
-        leaves, self.gives = pytree.tree_flatten(found)
-        return leaves
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], structure: Any) -> _Results:
+        return cls(structure, [(tuple(x.shape), to_jax_dtype(x.dtype)) for x in tensors])
+
+    def first(self) -> _Results:
+        """The first of two parts."""
+        part, _ = self.put_together(range(len(self.kinds)))
+        at, structure = pytree.tree_flatten(part)
+        return _Results(structure, [self.kinds[i] for i in at])
+
+    def put_together(self, leaves: Iterable[Any]) -> Any:
+        return pytree.tree_unflatten(list(leaves), self.structure)
 
     def __str__(self) -> str:
-        texts = [f"{dtype.name}{list(shape)}" for shape, dtype in self.shapes]
-        return str(pytree.tree_unflatten(texts, self.gives)).replace("'", "")
+        texts = (f"{dtype.name}{list(shape)}" for shape, dtype in self.kinds)
+        return str(self.put_together(texts)).replace("'", "")
 
 
-def _same(*given: Any) -> Any:
-    return given
-
-
-def _refuse(first: str, one: _OnLeaves, second: str, other: _OnLeaves) -> NoReturn:
+def _refuse(first: str, one: _Results, second: str, other: _Results) -> NoReturn:
     raise UnsupportedOpError(
         f"{first} {one}, {second} {other}: both must be tensors of the same shapes and dtypes in "
         f"the same structure{user_line()}"
     )
 
 
-class _Calls:
-    """Calls of torch functions in JAX's program, by their number.
+class _Bodies:
+    """Torch functions that a program in JAX calls.
 
     Args:
-        functions: the functions.
-        captured: by function the tensors from outside that it uses.
-        arrays: their values.
-        seed: of the random numbers; None if none are drawn.
-        autocast: what torch says of it here.
+        given: of each the function, the structure of its arguments, and tensors in it like those
+            that it will be called with.
+
+    Attributes:
+        results: what each returns.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[_OnLeaves],
-        captured: Sequence[Any],
-        arrays: Any,
-        seed: Any,
-        autocast: Autocast,
-    ) -> None:
-        self._functions, self._captured, self._arrays = functions, captured, arrays
-        self._seed, self._autocast = seed, autocast
+    def __init__(self, *given: tuple[Function, Any, list[Any]]) -> None:
+        self._structures: list[Any] = [None] * len(given)
+        self._functions = [self._of_leaves(i, f, spec) for i, (f, spec, _) in enumerate(given)]
+        self._autocast = Autocast.here()
+        self._seed = None
+        try:
+            found = self._found(given, None)
+        except RandomNumbersError:
+            self._seed = torch.randint(2**62, (), device="xla")
+            found = self._found(given, words_of(_key(0)))
+        self._captured = [tensors for tensors, _ in found]
+        self.results = [
+            _Results(structure, [(tuple(x.shape), x.dtype) for x in shapes])
+            for structure, (_, shapes) in zip(self._structures, found, strict=True)
+        ]
 
-    def __call__(self, which: int, flat: Any, run: Any = None) -> Any:
-        words = None
-        if self._seed is not None:
-            key = _key(self._seed)
-            words = words_of(key if run is None else jax.random.fold_in(key, run))
-        held = self._captured[which], self._arrays[which]
-        return CapturingFunction(self._functions[which], flat, *held, self._autocast)(words)
+    def _of_leaves(self, which: int, function: Function, spec: Any) -> Function:
+        def on_leaves(*flat: Any) -> list[Any]:
+            found = function(*pytree.tree_unflatten(list(flat), spec))
+            leaves, structure = pytree.tree_flatten(
+                tuple(found) if isinstance(found, list) else found
+            )
+            self._structures[which] = structure
+            return list(leaves)
+
+        return on_leaves
+
+    def _found(self, given: Sequence[Any], words: Any) -> list[Any]:
+        flats = [flat for *_, flat in given]
+        return [captured_by(f, flat, words) for f, flat in zip(self._functions, flats, strict=True)]
+
+    @property
+    def captured(self) -> list[torch.Tensor]:
+        """The tensors from outside that they use."""
+        return [tensor for tensors in self._captured for tensor in tensors]
+
+    def as_one(self, program: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+        """One operation of the step, which ``program`` says in JAX.
+
+        Args:
+            program: is given what calls the functions, and arrays for the arguments.
+            arguments: tensors, and lists of them.
+
+        Returns:
+            tensors for the arrays that ``program`` returns.
+        """
+        # In another body the tensors around it are replaced themselves, by a mode: `view_as`.
+        held = [[tensor.view_as(tensor) for tensor in tensors] for tensors in self._captured]
+        flat, spec = jax.tree.flatten((arguments, held, self._seed))
+
+        def in_jax(*flat: Any) -> list[Any]:
+            arguments, held, seed = jax.tree.unflatten(spec, flat)
+
+            def run(which: int, flat: list[Any], number: Any = None) -> Any:
+                words = None
+                if seed is not None:
+                    key = _key(seed)
+                    words = words_of(key if number is None else jax.random.fold_in(key, number))
+                own = self._functions[which], flat, self._captured[which], held[which]
+                return CapturingFunction(*own, self._autocast)(words)
+
+            return list(program(run, *arguments))
+
+        in_jax.__name__ = program.__qualname__.split(".")[0]
+        return call(in_jax, flat)
 
 
 def _key(seed: Any) -> Any:
     return jax.random.key(seed, impl="threefry2x32")
-
-
-def _as_one(
-    program: Callable[..., Any],
-    functions: Sequence[_OnLeaves],
-    examples: Sequence[list[Any]],
-    arguments: Sequence[Any],
-    check: Callable[[], None],
-    differentiable: bool = True,
-) -> Any:
-    """One operation of the step, which ``program`` says in JAX.
-
-    Args:
-        program: is given what calls the functions, and arrays for the arguments.
-        functions: torch functions that it calls.
-        examples: by function arguments as it will be given them.
-        arguments: tensors, and lists of them.
-        check: is called when the functions know what they return.
-        differentiable: whether JAX can differentiate it.
-    """
-    seed = None
-    given = list(zip(functions, examples, strict=True))
-    try:
-        traced = [captured_by(f, args, None) for f, args in given]
-    except RandomNumbersError:
-        seed = torch.randint(2**62, (), device="xla")
-        traced = [captured_by(f, args, words_of(_key(0))) for f, args in given]
-    captured = [tensors for tensors, _ in traced]
-    for function, (_, shapes) in zip(functions, traced, strict=True):
-        function.shapes = [(tuple(x.shape), x.dtype) for x in shapes]
-    check()
-    # In the body of a loop the tensors around it are replaced themselves, by a mode: `view_as`.
-    held = [[tensor.view_as(tensor) for tensor in tensors] for tensors in captured]
-    tensors = pytree.tree_leaves([*arguments, held])
-    if not differentiable and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise UnsupportedOpError(
-            "while_loop of a tensor that requires grad: a loop whose number of runs nobody knows "
-            "keeps nothing for a backward pass; use scan where the number is known, or "
-            f"torch.no_grad() or detach() where no gradient is needed{user_line()}"
-        )
-
-    autocast = Autocast()
-    flat, spec = jax.tree.flatten((list(arguments), held, seed))
-    structure: list[Any] = []
-
-    def in_jax(*flat: Any) -> list[Any]:
-        arguments, held, seed = jax.tree.unflatten(spec, flat)
-        found = program(_Calls(functions, captured, held, seed, autocast), *arguments)
-        leaves, structure[:] = jax.tree.flatten(found)[0], [jax.tree.structure(found)]
-        return list(leaves)
-
-    in_jax.__name__ = program.__qualname__.split(".")[0]
-    outs = call(in_jax, flat)
-    return jax.tree.unflatten(structure[0], outs)

@@ -86,7 +86,7 @@ class _JaxCall:
                 primals, rest = arrays[: len(wanted)], iter(arrays[len(wanted) :])
                 out = jax.tree.leaves(jax.eval_shape(self.function, *primals))
                 cotangents = [
-                    next(rest) if is_given else _no_cotangent(o)
+                    next(rest) if is_given else no_cotangent(o)
                     for is_given, o in zip(given, out, strict=True)
                 ]
                 return pull(primals, wanted, jax.tree.unflatten(tree, cotangents))
@@ -132,7 +132,8 @@ class _JaxCall:
         return chosen
 
 
-def _no_cotangent(out: Any) -> Any:
+def no_cotangent(out: Any) -> Any:
+    """The cotangent of a result that nothing depends on, or that can't have any."""
     if jnp.issubdtype(out.dtype, jnp.inexact):
         return jnp.zeros(out.shape, out.dtype)
     return np.zeros(out.shape, jax.dtypes.float0)
@@ -183,9 +184,7 @@ class _Differentiable(torch.autograd.Function):
         # computes nothing for the others.
         ctx.set_materialize_grads(False)
         outs = tuple(torch.ops.xla_dtensor.jax_call(list(tensors), call.number))
-        ctx.mark_non_differentiable(
-            *(o for o in outs if not (o.is_floating_point() or o.is_complex()))
-        )
+        ctx.mark_non_differentiable(*filter(is_exact, outs))
         return outs
 
     @staticmethod
@@ -298,6 +297,11 @@ def jax_function(
     run.__name__ = run.__qualname__ = name
     run.__doc__ = function.__doc__
     return run
+
+
+def is_exact(tensor: torch.Tensor) -> bool:
+    """Whether it is of integers or booleans, which have no gradient."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _on_device(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -7,17 +7,13 @@ to schedule for memory.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 import torch._functorch.config as functorch
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import xla_dtensor as xd
-from tests.compilation.test_checkpointing import FOR_MEMORY, Stack
+from tests.compilation.test_checkpointing import Stack, scheduled_for_memory
 from tests.conftest import make_mesh
 
 BUDGETS = (1, 0.75, 0.5, 0.25)
@@ -51,16 +47,7 @@ def measure() -> None:
 
 
 def test_temporaries() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import measure; measure()"],
-        env=os.environ | {"XLA_FLAGS": FOR_MEMORY},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = scheduled_for_memory(__name__)
     assert len({tuple(losses) for _, losses in found}) == 1
     everything, *less = [size for size, _ in found]
     assert everything > less[0] > less[1]

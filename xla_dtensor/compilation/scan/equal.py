@@ -21,6 +21,7 @@ from xla_dtensor.base.torch_private import current_backward, pytree, top_saved_t
 from xla_dtensor.base.torch_private.attributes import submodules_of
 from xla_dtensor.compilation.code.patched import patched
 from xla_dtensor.compilation.code.reflection import HOOKS
+from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.compilation.scan.equal_layers import changed, equal_to_first, same_value
 from xla_dtensor.compilation.scan.loop import Layers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -245,5 +246,4 @@ def _versions(tensors: list[Any]) -> list[int]:
 
 
 def _modes() -> tuple[Any, ...]:
-    autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("xla", "cpu")]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), Autocast.here()

@@ -33,6 +33,7 @@ from xla_dtensor.compilation.scan.arrays import (
     unstack,
     whole_sums,
 )
+from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.compilation.scan.body import LoopBody
 from xla_dtensor.compilation.scan.equal_layers import (
     Unassigned,
@@ -104,15 +105,7 @@ class Layers:
         self.offload, self.each = offload, each
         self.description = described(self.first)
         self._versions = [tensor._version for tensor in self.others]
-        self._autocasts = [
-            functools.partial(
-                torch.autocast,
-                device,
-                torch.get_autocast_dtype(device),
-                torch.is_autocast_enabled(device),
-            )
-            for device in ("xla", "cpu")
-        ]
+        self._autocast = Autocast.here()
 
     def run(self, x: Any) -> tuple[Any, ...]:
         """The layers' results, or the last one's alone."""
@@ -130,8 +123,7 @@ class Layers:
         args, kwargs = pytree.tree_unflatten(flat, self._tree)
         version = x._storage_.version
         given = pytree.tree_flatten((args, kwargs))
-        # Autocast as in forward: backward may be called outside of its block.
-        with self._autocasts[0](), self._autocasts[1](), Unassigned(self.first):
+        with self._autocast.again(), Unassigned(self.first):
             y = self.first(x, *args, **kwargs)
         left = pytree.tree_flatten((args, kwargs))
         if left[1] != given[1] or any(a is not b for a, b in zip(left[0], given[0], strict=True)):
