@@ -257,6 +257,44 @@ def test_what_python_says_later_is_not_asked(how: str) -> None:
         torch.testing.assert_close(a.grad.cpu(), b.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_what_changes_between_calls() -> None:
+    """What a branch reads is read as it is at each call, after a failure, too."""
+    torch.manual_seed(0)
+    layer, said = nn.Linear(4, 4), {"factor": 2.0, "fails": False}
+    ours = copy.deepcopy(layer).to("xla")
+
+    def gradient(layer: nn.Module, x: Any, by: Any) -> Any:
+        def one(x: Any) -> Any:
+            if said["fails"]:
+                raise KeyError("the user's")
+            return layer(x) * said["factor"]
+
+        y = by.cond(x.sum() > 0, one, lambda x: layer(x) - 1, (x,))
+        return y.detach(), torch.autograd.grad(y.square().sum(), layer.weight)[0]
+
+    step = xd.compile(lambda x: gradient(ours, x, TORCH))
+
+    def check() -> None:
+        for x in (torch.randn(3, 4) + 1, torch.randn(3, 4) - 1):
+            for a, b in zip(step(x.to("xla")), gradient(layer, x, PYTHON), strict=True):
+                torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+    check()
+    said["factor"] = 3.0
+    check()
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+        ours.weight.mul_(0.5)
+    check()
+    said["fails"] = True
+    with pytest.raises(KeyError, match="the user's"):
+        step(torch.ones(3, 4, device="xla"))
+    said["fails"] = False
+    layer.weight = nn.Parameter(torch.randn(4, 4))
+    ours.weight = nn.Parameter(layer.weight.detach().to("xla"))
+    check()
+
+
 def test_autocast_holds_in_a_body() -> None:
     @xd.compile
     def step(x: Any) -> Any:
