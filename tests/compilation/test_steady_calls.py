@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor.experimental  # its context parallelism is asked about in each call
 from torch import nn
 
 import xla_dtensor as xd

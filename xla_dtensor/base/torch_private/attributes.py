@@ -227,9 +227,8 @@ def set_input_count(stage: Any, count: int) -> None:
 # --- context parallelism, debugging --------------------------------------------------------------
 
 
-def custom_op_handlers(dispatcher: Any) -> Any:
-    """What DTensor's dispatcher calls in place of operators, in use now."""
-    return dispatcher._custom_op_handlers
+# What DTensor's dispatcher calls in place of operators, in use now: each call of a step asks.
+custom_op_handlers: Callable[[Any], Any] = attrgetter("_custom_op_handlers")
 
 
 def indices_dealt(balancer: Any) -> Any:
