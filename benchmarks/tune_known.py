@@ -47,6 +47,7 @@ class Case:
         known: what others say is best.
         holds: whether a configuration is that.
         mesh: sizes of the mesh's dims that are given.
+        offload: whether what the layers keep may be in the host's memory.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Case:
     known: str
     holds: Callable[[Configuration], bool]
     mesh: dict[str, int] | None = None
+    offload: bool = False
 
 
 def along(own: Configuration, name: str) -> dict[str, int | None]:
@@ -96,6 +98,10 @@ CASES = {
     "experts": Case(
         *("mixtral", "h100:4x8", 32, 4096, "experts on an axis"),
         *(has_experts_apart, {"dp": 4, "tp": 8}),
+    ),
+    "offload": Case(
+        *("8b", "v5e:4x4", 16, 16384, "layers' inputs on the host"),
+        *(lambda own: own.offload, {"dp": 16}, True),
     ),
     "autoparallel-8b": Case(
         *("8b", "h100:8x8", 16, 8192, "no tensor parallelism in the feed-forward"),
@@ -138,16 +144,18 @@ def by_tokens(tokens: int, minutes: float) -> str:
     return f"| {tokens} | {' | '.join(cells)} | {chosen} | {by_the_book(tokens)} |"
 
 
-def build_of(sizes: Sizes) -> Callable[[Any], Callable[..., Any]]:
-    def build(parallelize: Any) -> Callable[..., Any]:
+def build_of(sizes: Sizes, offload: bool = False) -> Callable[..., Callable[..., Any]]:
+    """What `xd.tune` takes; one that may have layers' inputs on the host if ``offload`` is."""
+
+    def either(parallelize: Any, offload: bool) -> Callable[..., Any]:
         model = model_of(sizes)
         for name, table in zip(("cos", "sin"), rope_angles(sizes), strict=True):
             model.register_buffer(name, table)
         parallelize(model)
-        layers = xd.scan_layers(model["layers"], recompute=True)
+        layers = xd.scan_layers(model["layers"], recompute=True, offload=offload)
         return step_of(model, model.cos, model.sin, layers, lambda x: x)
 
-    return build
+    return either if offload else lambda parallelize: either(parallelize, False)
 
 
 def looked_for(
@@ -156,7 +164,7 @@ def looked_for(
     sizes = dataclasses.replace(Sizes(**MODELS[case.model]), seq=case.seq)
     tokens = torch.zeros(case.rows, case.seq, dtype=torch.int32)
     return xd.tune(
-        build_of(sizes),
+        build_of(sizes, case.offload),
         (tokens, tokens.long()),
         topology=case.topology,
         top=top,

@@ -17,7 +17,7 @@ from tests.planning.gpus import needs_cudnn, needs_gpu_compiler
 from tests.planning.test_abstract import by_hand, make_mesh
 from tests.planning.test_plan import step_of
 from tests.planning.tpus import needs_libtpu
-from xla_dtensor.errors import TopologyError
+from xla_dtensor.errors import TopologyError, UnsupportedOpError
 from xla_dtensor.planning import Report
 from xla_dtensor.runtime import gpus
 from xla_dtensor.runtime.topologies import topology
@@ -217,3 +217,32 @@ def test_in_a_process_of_its_own(first: str, tmp_path: Path) -> None:
     assert "computes 4.0" in found.stdout
     if "jax.devices" not in first:  # JAX by itself says that there is no CUDA
         assert "Traceback" not in found.stderr
+
+
+@needs_gpu_compiler
+def test_what_a_loop_keeps_may_be_on_the_host() -> None:
+    """Planned for GPUs that aren't here; what is to rest there between programs is refused."""
+
+    def report(offload: bool) -> Any:
+        with xd.abstract("h100:1x4"):
+            mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))
+            layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in "1234"))
+            xd.distribute_module(layers, mesh)
+            x = xd.distribute_tensor(torch.empty(8192, 256), mesh, [xd.Shard(0)])
+
+            def step(x: Any) -> None:
+                xd.scan_layers(layers, offload=offload)(x).square().mean().backward()
+
+            return xd.plan(step, x)
+
+    here, away = report(False), report(True)
+    inputs = 4 * 8192 // 4 * 256 * 4
+    assert (here.memory.host, away.memory.host) == (0, inputs)
+    assert away.memory.temporaries < here.memory.temporaries
+    assert away.seconds["the host's memory"] == pytest.approx(2 * inputs / 64e9)
+    assert 0 < away.exposed["host"] <= away.seconds["the host's memory"] * 1.001
+    with xd.abstract("h100:1x4"):
+        mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))
+        model = xd.fully_shard(nn.Linear(8, 8), mesh=mesh)
+        with pytest.raises(UnsupportedOpError, match="reach no memory of the host"):
+            xd.parallel.offload_state(torch.optim.AdamW(model.parameters()))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from xla_dtensor.planning.collectives import collectives
+from xla_dtensor.planning.host_copies import host_copies
 from xla_dtensor.planning.program_text import HloText
 from xla_dtensor.planning.schedule import Schedule, schedule
 from xla_dtensor.runtime.chips import Chip
 
 # A million operations and a million bytes each take a second.
-CHIP = Chip("slow", 1e6, 1e9, 1e6, 1.0, 1, "", (("tf32", 0.5e6), ("fp32", 0.25e6)))
+# So do a thousand bytes between it and its host.
+CHIP = Chip("slow", 1e6, 1e9, 1e6, 1.0, 1, "", (("tf32", 0.5e6), ("fp32", 0.25e6)), host=1e3)
 
 
 @dataclass
@@ -44,7 +46,8 @@ def of(lines: list[str], took: float, more: str = "") -> Schedule:
     text = f"HloModule m, is_scheduled=true\n{ADD}{more}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
     text += f"{body}\n}}\n"
     program = HloText(text)
-    return schedule(program, collectives(program, (2,), ("dp",)), Takes(took), CHIP)
+    moved = collectives(program, (2,), ("dp",))
+    return schedule(program, moved, Takes(took), CHIP, host_copies(program))
 
 
 def test_what_stands_between_start_and_done_hides_it() -> None:
@@ -84,6 +87,46 @@ def test_collectives_run_one_after_another() -> None:
     found = of(lines, 0.75)
     assert found.seconds == pytest.approx(1.5)
     assert found.exposed == {"s": 0, "t": pytest.approx(0.5)}
+
+
+# As XLA's compilers write copies to the host and from there, S(5): a TPU's, of a slice, and a GPU's
+# in a fusion.
+OF_SLICES = [
+    *(X, Y, '%h = f32[4,250]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"'),
+    *("%v = f32[1,250]{1,0} parameter(2)", "%i = s32[] constant(0)"),
+    "%s = ((f32[4,250]{1,0:S(5)}, f32[1,250]{1,0}, s32[], s32[]), f32[4,250]{1,0:S(5)}, u32[]) "
+    "dynamic-update-slice-start(%h, %v, %i, %i)",
+    f"%one = bf16[100,100] {DOT}",
+    "%e = f32[4,250]{1,0:S(5)} dynamic-update-slice-done(%s)",
+    "%t = ((f32[4,250]{1,0:S(5)}, s32[], s32[]), f32[1,250]{1,0}, u32[]) "
+    "fusion-start(%e, %i, %i), kind=kCustom, calls=%sliced",
+    "%f = f32[1,250]{1,0} fusion-done(%t)",
+]
+SLICED = """
+%sliced (p: f32[4,250], i: s32[], j: s32[]) -> f32[1,250] {
+  %p = f32[4,250]{1,0:S(5)} parameter(0)
+  %j1 = s32[] parameter(1)
+  %j2 = s32[] parameter(2)
+  ROOT %d = f32[1,250]{1,0} dynamic-slice(%p, %j1, %j2), dynamic_slice_sizes={1,250}
+}
+"""
+
+
+def test_copies_to_the_host_and_from_there() -> None:
+    """A slice of 1000 bytes goes there behind a product, and comes back while nothing runs."""
+    found = of(OF_SLICES, 0, SLICED)
+    assert found.seconds == pytest.approx(2, rel=1e-2)
+    assert found.exposed == {"s": pytest.approx(0, abs=1e-2), "t": pytest.approx(1)}
+    (stretch,) = found.stretches
+    assert [e.dims for e in stretch.events if e.what == "copy"] == [("host",), ("host",)]
+
+
+def test_a_copy_in_one_piece_is_waited_for() -> None:
+    """And what has another memory of the chip's at one end isn't one to the host."""
+    lines = [X, Y, "%z = f32[250] parameter(2)", f"%one = bf16[100,100] {DOT}"]
+    lines += ["%c = f32[250]{0:S(5)} copy(%z)", "%n = f32[250]{0:S(1)} copy(%z)"]
+    found = of(lines, 0)
+    assert found.exposed == {"c": pytest.approx(1)} and found.seconds == pytest.approx(2, rel=1e-2)
 
 
 LOOP = f"""

@@ -345,6 +345,48 @@ def test_sums_are_as_many_as_xla_makes(topology: str, each: int, again: bool) ->
     assert trial.report.collective_bytes == pytest.approx(moved, rel=0.01)
 
 
+def scanned(parallelize: Any, offload: bool) -> Any:
+    """A step whose layers are a loop, which keeps their inputs on the devices or on the host."""
+    torch.manual_seed(0)
+    model = parallelize(Model(64, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = xd.scan_layers(model.layers, offload=offload)(x)
+        loss = (model.head(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def test_what_is_kept_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batch(16384)
+    plenty = xd.tune(scanned, data, topology="cpu:8", dims=("dp",), top=0)
+    assert {t.configuration.offload for t in plenty.trials} == {False}
+    needed = plenty.trials[0].estimate.memory
+    search = tuner._Search.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        search(self, *args)
+        self._memory = 0.8 * needed
+
+    monkeypatch.setattr(tuner._Search, "__init__", short)
+    found = xd.tune(scanned, data, topology="cpu:8", dims=("dp",), top=0, recompute=("nothing",))
+    trial = max((t for t in found.trials if t.configuration.offload), key=lambda t: t.memory)
+    # Each device's rows of what the six layers take.
+    assert needed - trial.estimate.memory >= 6 * 16384 // 8 * 64 * 4
+    away = trial.configuration
+    assert "OFFLOAD = True" in away.as_code() and ", on the host" in str(found)
+    assert Tuned.from_json(found.as_json()).trials == found.trials
+    step, expected = xd.compile(scanned(away.apply, True)), scanned(lambda model: model, False)
+    for _ in range(2):
+        loss = step(*away.place(*data)).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
+
+
 def test_microbatches_that_nobody_makes() -> None:
     with pytest.raises(ValueError, match=r"of a build\(parallelize, microbatches\)"):
         xd.tune(build(), batch(64), topology="cpu:8", microbatches=(1, 2))
@@ -393,3 +435,19 @@ def test_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         xd.tune(build(), batch(64), topology="cpu:8", top=3)
     monkeypatch.undo()
     assert xd.tune(build(), batch(64), topology="cpu:8", top=1).trials[0].report is not None
+
+
+def test_several_slices_may_each_have_the_parameters_whole() -> None:
+    """Between slices only ``dp`` is looked at beside what lies in them: ``fsdp`` has a slice's."""
+    data = batch(64)
+    found = xd.tune(build(), data, topology="cpu:4*2", top=1)
+    one = xd.tune(build(), data, topology="cpu:8", top=0)
+    two, whole = ({(*t.configuration.mesh.items(),): t for t in f.trials} for f in (found, one))
+    assert (("dp", 2), ("fsdp", 4)) in two and not any("fsdp" in dict(mesh) for mesh in whole)
+    # What goes over the slow network costs more than in one slice.
+    for mesh in whole.keys() & two.keys():
+        assert two[mesh].estimate.price > whole[mesh].estimate.price
+    step, expected = xd.compile(build()(found.best.apply)), build()(lambda model: model)
+    for _ in range(2):
+        loss = step(*found.best.place(*data)).full_tensor().cpu()
+        torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)

@@ -289,7 +289,7 @@ class Graph:
     def _equation(self, equation: Any) -> None:
         name = equation.primitive.name
         operands = [self._operand(atom) for atom in equation.invars]
-        if name == "optimization_barrier":
+        if name in ("optimization_barrier", "device_put"):  # to the host's memory and from there
             for operand, result in zip(operands, equation.outvars, strict=True):
                 if operand is not None:
                     self._join(equation, operand, result)

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
 from xla_dtensor.layouts.graph import Graph
@@ -46,7 +47,9 @@ class Alive:
             if any(v.aval.shape for v in taken):  # else it is made of scalars at its use
                 for result in equation.outvars:
                     first.setdefault(graph.value(result), i + 1)
-        self._spans = [(v, i, last[v]) for v, i in first.items() if v in last]
+        spans = [(v, i, last[v]) for v, i in first.items() if v in last]
+        self._spans = [span for span in spans if not _is_on_host(span[0])]
+        self._on_host = [span for span in spans if _is_on_host(span[0])]
 
     def most(self, share: Callable[[Group], float]) -> tuple[float, dict[Group, float]]:
         """The bytes that a device has where it has most, and how many of each group, whole, are
@@ -70,9 +73,23 @@ class Alive:
                 groups[group] = groups.get(group, 0.0) + self._bytes(value, first)
         return alive[point], groups
 
+    def on_host(self, share: Callable[[Group], float]) -> float:
+        """The bytes that a device has in its host's memory meanwhile, of what the program itself
+        makes.
+
+        Args:
+            share: what a device has of a group.
+        """
+        made = ((value, self._group(value)) for value, first, _ in self._on_host if first)
+        return sum(nbytes_of(v.aval) * (1.0 if g is None else share(g)) for v, g in made)
+
     def _group(self, value: Any) -> Group | None:
         group = self._graph.group(value)
         return None if group is None or group.is_free else group
 
     def _bytes(self, value: Any, first: int) -> float:
         return nbytes_of(value.aval) * (TAKEN_FOR_ALIVE if first else 1.0)
+
+
+def _is_on_host(value: Any) -> bool:
+    return getattr(value.aval, "memory_space", None) == jax.memory.Space.Host

@@ -24,6 +24,7 @@ from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning import memory as memory_of
 from xla_dtensor.planning.collectives import collectives
 from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.host_copies import HOST, host_copies
 from xla_dtensor.planning.inputs import inputs
 from xla_dtensor.planning.kept import Said, digest, said
 from xla_dtensor.planning.links import links
@@ -227,9 +228,9 @@ def _report(
     moved = collectives(program, devices.shape, tuple(sizes), list(devices.flat))
     apart = seen["domains"] if len(set(seen["domains"])) > 1 else []
     over = None if chip is None else links(chip, devices, tuple(sizes))
-    in_time = Schedule()
+    in_time, copies = Schedule(), host_copies(program)
     if chip is not None and over is not None and text:
-        in_time = schedule(program, moved, over, chip)
+        in_time = schedule(program, moved, over, chip, copies)
     table = rows(moved, all_inputs, over, in_time.exposed, apart)
     slow = sum(row.slow_bytes for row in table)
     hops: dict[str, float] = {}
@@ -250,6 +251,12 @@ def _report(
         if apart:
             between = "network between " + ("hosts" if chip.is_switched else "slices")
             seconds[between] = slow / (chip.network / chip.devices)
+        if copies:
+            copied = sum(copy.bytes * copy.times for copy in copies.values())
+            seconds["the host's memory"] = copied / (chip.host / chip.devices)
+    exposed = exposed_per_dim(table) if in_time.seconds else {}
+    if copies and in_time.seconds:
+        exposed[HOST] = sum(in_time.exposed.get(name, 0.0) for name in copies)
     return Report.made(
         step=name,
         topology="" if topology is None else topology.name,
@@ -265,7 +272,7 @@ def _report(
         peak=None if chip is None else chip.flops,
         seconds=seconds,
         scheduled=in_time.seconds or None,
-        exposed=exposed_per_dim(table) if in_time.seconds else {},
+        exposed=exposed,
         stretches=tuple(in_time.stretches),
         tokens=tokens,
         notes=(*found.notes, *_of_slow_links(table, slow)),

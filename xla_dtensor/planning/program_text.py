@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<dims>[\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<dims>[\d,<=]*)\](\{(?P<layout>[^}]*)\})?")
+_ON_HOST = "S(5)"  # the number that XLA gives the host's memory
 _CALLS = re.compile(
     r"\b(?P<how>calls|to_apply|body|condition|branch_computations|called_computations|"
     r"true_computation|false_computation)=(?P<what>\{[^}]*\}|%?[\w.\-]+)"
@@ -20,10 +21,11 @@ _OP_NAME = re.compile(r'metadata=\{[^}]*?\bop_name="(?P<name>(?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Shaped:
-    """An array's dtype and dims, as XLA writes them."""
+    """An array's dtype and dims, as XLA writes them, and whether it is in the host's memory."""
 
     dtype: str
     dims: tuple[int, ...]
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:
@@ -90,7 +92,11 @@ class Instruction:
 def arrays(type_text: str) -> list[Shaped]:
     """The arrays in a type's text."""
     return [
-        Shaped(m["dtype"], tuple(int(n) for n in re.findall(r"\d+", m["dims"])))
+        Shaped(
+            m["dtype"],
+            tuple(int(n) for n in re.findall(r"\d+", m["dims"])),
+            _ON_HOST in (m["layout"] or ""),
+        )
         for m in _ARRAY.finditer(type_text)
     ]
 

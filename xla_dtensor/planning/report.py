@@ -39,12 +39,13 @@ class Report:
         flops_by_kind: ``flops`` by what is multiplied: ``"bf16"``, ``"tf32"`` and the like.
         scheduled: how long the step takes by XLA's order of instructions, if each took what it has
             to at the least, with collectives alone beside them; None where nobody knows.
-        exposed: per mesh dim how long of that a device waits for collectives.
+        exposed: per mesh dim how long of that a device waits for collectives, and for copies to and
+            from its host's memory under ``host``.
         stretches: those parts of the schedule that communicate (`schedule.Stretch`).
         flops_per_device: what XLA counts in the program of one device; a loop's body counts once.
         seconds: at the least: ``compute``, ``memory``, ``network DIM``, and where there are several
-            slices or hosts ``network between slices`` (or ``hosts``); {} where the chip is none
-            that is known.
+            slices or hosts ``network between slices`` (or ``hosts``), ``the host's memory`` for
+            copies to it and from there; {} where the chip is none that is known.
         domains: how many slices of a TPU there are, or hosts (racks) of GPUs.
         slow_bytes: what comes in at a device over the slow network between these, in a step.
         bound: the largest of these: no step is faster.

@@ -1,20 +1,24 @@
 """Overlap of a compiled program's collectives with its computation, and the time that is exposed.
 
 XLA has written the order down. A collective that is started and ended by two instructions runs
-beside what stands between them; any other one is waited for at once. Instructions run one after
-another, collectives too, and each takes what the chip's figures allow at the least. What is waited
-for then is *exposed*. It is an estimate: kernels take longer than their peaks allow, which hides
-more; collectives take longer than their links allow, which hides less.
+beside what stands between them; any other one is waited for at once. So do copies to the host's
+memory and from there. Instructions run one after another, collectives too, and copies, and each
+takes what the chip's figures allow at the least. What is waited for then is *exposed*. It is an
+estimate: kernels take longer than their peaks allow, which hides more; collectives take longer than
+their links allow, which hides less.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from xla_dtensor.planning.collectives import HloCollective
+from xla_dtensor.planning.host_copies import HostCopy
 from xla_dtensor.planning.links import Links
 from xla_dtensor.planning.program_text import HloText, Instruction, Shaped
 from xla_dtensor.runtime.chips import Chip
@@ -33,13 +37,16 @@ _FREE = frozenset(
 )
 
 
+_Moved = HloCollective | HostCopy
+
+
 @dataclass(frozen=True)
 class TimelineEvent:
     """Something that a device does in one run of a computation.
 
     Attributes:
-        what: the kind of a collective, or ``"compute"``.
-        dims: of a collective the mesh dims that it goes along.
+        what: the kind of a collective, ``"copy"`` or ``"compute"``.
+        dims: of a collective the mesh dims that it goes along; of a copy ``"host"``.
         start, seconds: when it begins, from the computation's begin, and how long it takes.
         exposed: how long of it the device waits, with nothing else to do.
     """
@@ -74,7 +81,7 @@ class Schedule:
 
     Attributes:
         seconds: of the whole program.
-        exposed: of each collective, by its instruction's name, in all its runs.
+        exposed: of each collective and copy, by its instruction's name, in all its runs.
         stretches: those computations that communicate.
     """
 
@@ -83,7 +90,13 @@ class Schedule:
     stretches: list[Stretch] = field(default_factory=list)
 
 
-def schedule(program: HloText, found: Sequence[HloCollective], over: Links, chip: Chip) -> Schedule:
+def schedule(
+    program: HloText,
+    found: Sequence[HloCollective],
+    over: Links,
+    chip: Chip,
+    copies: Mapping[str, HostCopy] = MappingProxyType({}),
+) -> Schedule:
     """The schedule of a program.
 
     Args:
@@ -91,15 +104,16 @@ def schedule(program: HloText, found: Sequence[HloCollective], over: Links, chip
         found: its collectives.
         over: the links that they go over.
         chip: what runs it.
+        copies: those between the device and its host (`host_copies`).
     """
-    walk = _Walk(program, {one.name: one for one in found}, over, chip)
+    walk = _Walk(program, {one.name: one for one in found} | {**copies}, over, chip)
     walk.made.seconds = walk.run(walk.program.entry)
     return walk.made
 
 
 class _Walk:
     def __init__(
-        self, program: HloText, found: Mapping[str, HloCollective], over: Links, chip: Chip
+        self, program: HloText, found: Mapping[str, _Moved], over: Links, chip: Chip
     ) -> None:
         self.program, self._found, self._over, self._chip = program, found, over, chip
         self.made = Schedule()
@@ -119,8 +133,8 @@ class _Walk:
 
     def _timed(self, computation: str) -> float:
         now = computing_since = 0.0
-        free = {False: 0.0, True: 0.0}  # links inside of slices, and the network between them
-        started: dict[str, tuple[HloCollective, float, float]] = {}
+        free: dict[str, float] = defaultdict(float)  # when each way is free again
+        started: dict[str, tuple[_Moved, float, float]] = {}
         events: list[TimelineEvent] = []
         times = self.program.runs.get(computation, 1)
 
@@ -140,8 +154,9 @@ class _Walk:
         for instruction in self.program.computations.get(computation, ()):
             one, key, is_done = self._collective(instruction)
             if one is not None:
-                begin = max(now, free[one.between_slices])
-                end = free[one.between_slices] = begin + self._over.seconds(one)
+                way, seconds = self._way(one)
+                begin = max(now, free[way])
+                end = free[way] = begin + seconds
                 started[key] = one, begin, end
                 if is_done:
                     wait(key)
@@ -157,13 +172,19 @@ class _Walk:
             self.made.stretches.append(Stretch(computation, times, now, tuple(events)))
         return now
 
-    def _collective(self, instruction: Instruction) -> tuple[HloCollective | None, str, bool]:
-        """The collective that an instruction starts; by which name it is known; and whether it is
-        ended here."""
+    def _way(self, one: _Moved) -> tuple[str, float]:
+        """Which way something goes, on which only one is at a time; and how long it takes."""
+        if isinstance(one, HostCopy):
+            return "host", one.bytes / (self._chip.host / self._chip.devices)
+        return "network" if one.between_slices else "links", self._over.seconds(one)
+
+    def _collective(self, instruction: Instruction) -> tuple[_Moved | None, str, bool]:
+        """The collective or copy that an instruction starts; by which name it is known; and whether
+        it is ended here."""
         one = self._found.get(instruction.name)
         if one is not None:
             return one, instruction.name, not instruction.op.endswith(("-start", "recv"))
-        if instruction.op.endswith("-done") and instruction.op != "copy-done":
+        if instruction.op.endswith("-done"):
             return None, next(iter(instruction.operand_names()), ""), True
         # The TPU's compiler has them in fusions, and tells by a number which belong together.
         called = [name for how, name in instruction.calls() if how == "calls"]
@@ -203,7 +224,11 @@ class _Walk:
         # A library's call gives the memory that it works in as bytes, behind its results.
         is_call = instruction.op == "custom-call"
         written = float(
-            sum(r.bytes for r in instruction.results if not (is_call and r.dtype in ("s8", "u8")))
+            sum(
+                r.bytes
+                for r in instruction.results
+                if not (r.on_host or (is_call and r.dtype in ("s8", "u8")))
+            )
         )
         given = [_whole(around.get(name)) for name in instruction.operand_names()]
         if instruction.op != "fusion":
@@ -227,7 +252,9 @@ class _Walk:
 
 
 def _whole(instruction: Instruction | None) -> float:
-    return 0.0 if instruction is None else float(sum(r.bytes for r in instruction.results))
+    if instruction is None:
+        return 0.0
+    return float(sum(r.bytes for r in instruction.results if not r.on_host))
 
 
 def _read(name: str, users: Mapping[str, list[Instruction]], whole: float) -> float:

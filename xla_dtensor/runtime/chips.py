@@ -29,6 +29,7 @@ class Chip:
         network: bytes per second in one direction from one chip to other domains: a TPU's slices,
             a GPU's hosts or racks. A host's cards, shared by its chips.
         hosts: how many hosts are a domain, of chips that are switched.
+        host: bytes per second in one direction between a chip and the memory of its host.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Chip:
     is_switched: bool = False
     network: float = 0.0
     hosts: int = 1
+    host: float = 16 * GIGA
 
     def seconds(self, operations: dict[str, float]) -> float:
         """How long operations take at the least on one of its devices.
@@ -62,7 +64,8 @@ _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 # 94.74 on each of the two devices that are a tpu7x. ``network`` is the data-centre network between
 # slices, of which the tables have the bandwidth of a chip: 50 Gb/s for v5p, 100 for v6e and tpu7x
 # (whose hosts have 4 chips, a host of v6e 8 and four cards of 200 Gb/s); of v5e they have a host's,
-# two cards of 100 Gb/s for 8 chips, and a pod's, 6.4 Tb/s for 256.
+# two cards of 100 Gb/s for 8 chips, and a pod's, 6.4 Tb/s for 256. ``host`` isn't in them; the
+# scaling book has 16 to 32 GB/s (https://jax-ml.github.io/scaling-book/tpus/), and here it is 16.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -97,13 +100,14 @@ def _gpu(
     network: float,
     page: str,
     hosts: int = 1,
+    host: float = 64,
 ) -> Chip:
     """A GPU, of figures in T and G per second; ``peaks`` for fp8, int8, bf16, tf32, fp32, fp64."""
     kinds = ("fp8", "int8", "bf16", "tf32", "fp32", "fp64")
     by_kind = tuple((kind, peak * TERA) for kind, peak in zip(kinds, peaks, strict=True) if peak)
     return Chip(
         *(name, peaks[2] * TERA, memory, bandwidth * GIGA, link * GIGA, 1, _NVIDIA + page),
-        *(by_kind, True, network * GIGA, hosts),
+        *(by_kind, True, network * GIGA, hosts, host * GIGA),
     )
 
 
@@ -113,21 +117,23 @@ def _gpu(
 # of these GPUs, xla/backends/gpu/target_config/specs, have it so). ``network`` is the network card
 # that NVIDIA's own machines have for each GPU: DGX A100 200 Gb/s, DGX H100, H200, B200 and GB200
 # NVL72 400 Gb/s, DGX B300 and GB300 NVL72 800 Gb/s. Cards without NVLink's switch have the PCIe bus
-# for both, 16 lanes of the fifth generation: that is as fast as what they reach can be.
+# for both, 16 lanes of the fifth generation: that is as fast as what they reach can be. ``host`` is
+# that bus (A100's is of the fourth generation), and for GB200 and GB300 NVLink-C2C's 450 GB/s,
+# which two GPUs share.
 GPUS = {
     chip.name: chip
     for chip in (
         _gpu(
             *("a100_40", 42_331_013_120, 1555, (0, 624, 312, 156, 19.5, 19.5), 300, 25),
-            "data-center/a100",
+            *("data-center/a100", 1, 32),
         ),
         _gpu(
             *("a100", 85_100_068_864, 2039, (0, 624, 312, 156, 19.5, 19.5), 300, 25),
-            "data-center/a100",
+            *("data-center/a100", 1, 32),
         ),
         _gpu(
             *("a100_pcie", 79_050_250_240, 1935, (0, 624, 312, 156, 19.5, 19.5), 32, 32),
-            "data-center/a100",
+            *("data-center/a100", 1, 32),
         ),
         _gpu(
             *("h100", 84_942_979_072, 3350, (1979, 1979, 989.5, 494.5, 67, 67), 450, 50),
@@ -151,11 +157,11 @@ GPUS = {
         ),
         _gpu(
             *("gb200", 197_897_748_480, 8000, (5000, 5000, 2500, 1250, 90, 45), 900, 50),
-            *("data-center/gb200-nvl72", 18),
+            *("data-center/gb200-nvl72", 18, 225),
         ),
         _gpu(
             *("gb300", 297_021_079_552, 8000, (5000, 5000, 2500, 1250, 90, 1.4), 900, 100),
-            *("data-center/gb300-nvl72", 18),
+            *("data-center/gb300-nvl72", 18, 225),
         ),
         _gpu(
             *("rtx6000pro", 103_079_215_104, 1792, (1008, 1008, 504, 252, 126, 2), 64, 64),

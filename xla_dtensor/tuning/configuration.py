@@ -38,6 +38,7 @@ class Configuration:
             isn't there is whole on all devices, as buffers are.
         microbatches: in how many parts the step computes its batch, one after the other; what makes
             the step sees to that (`xla_dtensor.tune`).
+        offload: whether what the step keeps for backward is in the host's memory; likewise.
 
     Example::
 
@@ -56,6 +57,7 @@ class Configuration:
     recompute: str = "nothing"
     parameters: Mapping[str, Dims] = field(default_factory=dict)
     microbatches: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
         parameters = {name: tuple(dims) for name, dims in self.parameters.items()}
@@ -117,7 +119,7 @@ class Configuration:
             table="".join(f'    "{p}": {_text(d)},\n' for p, d in self._patterns().items()),
             whole=_text((None,) * len(self.mesh)),
             batch=_text(self.batch),
-            parts="" if self.microbatches == 1 else f"MICROBATCHES = {self.microbatches}\n",
+            parts="".join(f"{name.upper()} = {value}\n" for name, value in self.told().items()),
             checkpoint=_CHECKPOINT.format(again[-1].__name__) if again else "",
             imported=_CHECKPOINTS if again else "",
             functions="\n\n".join(map(inspect.getsource, functions)),
@@ -131,7 +133,13 @@ class Configuration:
             "recompute": self.recompute,
             "parameters": {name: list(dims) for name, dims in self.parameters.items()},
             "microbatches": self.microbatches,
+            "offload": self.offload,
         }
+
+    def told(self) -> dict[str, Any]:
+        """What the step itself sees to, of what isn't as usual."""
+        parts = {} if self.microbatches == 1 else {"microbatches": self.microbatches}
+        return {**parts, "offload": True} if self.offload else parts
 
     def idle(self) -> list[str]:
         """The mesh's dims that shard neither a parameter nor the batch."""
@@ -150,7 +158,8 @@ class Configuration:
             parts.append(f"{name}={size} ({', '.join(what) or 'nothing'})")
         again = "" if self.recompute == "nothing" else f", {self.recompute} computed again"
         several = "" if self.microbatches == 1 else f", {self.microbatches} microbatches"
-        return " ".join(parts) + again + several
+        away = ", on the host" if self.offload else ""
+        return " ".join(parts) + again + several + away
 
     def _patterns(self) -> dict[str, Dims]:
         """The layouts by name, with ``*`` for the number of a layer where all layers agree."""

@@ -31,6 +31,7 @@ class Estimate:
         compute: seconds at the chip's peak; None where the chip is none that is known.
         network: seconds by mesh dim, those of several under the names of all.
         state: seconds in which parameters and the optimizer's state are read and written once.
+        host: seconds in which what is kept in the host's memory goes there and comes back.
     """
 
     price: float
@@ -39,6 +40,7 @@ class Estimate:
     compute: float | None
     network: Mapping[str, float]
     state: float = 0.0
+    host: float = 0.0
 
     @property
     def seconds(self) -> float | None:
@@ -46,7 +48,7 @@ class Estimate:
         more of it is likely to be exposed."""
         if self.compute is None:
             return None
-        return self.compute + self.state + sum(self.network.values())
+        return self.compute + self.state + self.host + sum(self.network.values())
 
     @property
     def rank(self) -> float:
@@ -58,7 +60,7 @@ def estimate(problem: Problem, solution: Solution, chip: Chip | None) -> Estimat
     """What a solution costs on devices of this kind."""
     moves = solution.choice.moves()
     network: dict[str, float] = {}
-    compute, state = None, 0.0
+    compute, state, host = None, 0.0, 0.0
     if chip is not None:
         over = links(chip, problem.devices, (*problem.sizes,))
         for move in moves:
@@ -66,8 +68,10 @@ def estimate(problem: Problem, solution: Solution, chip: Chip | None) -> Estimat
             network[name] = network.get(name, 0.0) + _seconds(move, problem, over)
         compute = chip.seconds(operations(solution.choice))
         state = solution.choice.kept() / (chip.memory_bandwidth / chip.devices)
+        host = 2 * solution.on_host / (chip.host / chip.devices)
     moved = sum(move.nbytes * move.times for move in moves)
-    return Estimate(solution.choice.price(), solution.memory, moved, compute, network, state)
+    price, memory = solution.choice.price(), solution.memory
+    return Estimate(price, memory, moved, compute, network, state, host)
 
 
 def operations(choice: Choice) -> dict[str, float]:

@@ -11,7 +11,6 @@ import torch
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import TopologyError
-from xla_dtensor.runtime.chips import Chip
 from xla_dtensor.tuning.configuration import Dims
 
 NAMES = ("dp", "fsdp", "cp", "tp")
@@ -34,12 +33,14 @@ def meshes(
 ) -> Iterator[tuple[dict[str, int], Dims]]:
     """Meshes of so many devices, each with what its dims shard of the batch.
 
-    Two dims that shard the batch are one, but where only the inner one's devices share a switch:
-    the parameters may be whole in each host then. A mesh has three dims at the most.
+    Two dims that shard the batch are one, but where only the inner one's devices share a fast
+    network: the parameters may be whole in each slice or host then. A mesh has three dims at the
+    most.
 
     Args:
         count: of devices.
-        domain: how many of them share a switch; ``count`` where all do, or none.
+        domain: how many of them share a fast network (`mesh/domains.py`): a slice's, or those
+            behind one switch; ``count`` where all do.
         batch: the step's arguments.
         names: those of `NAMES` that may be used.
         fixed: sizes that are given.
@@ -77,14 +78,6 @@ def usual(count: int, batch: Sequence[Any]) -> tuple[str, ...]:
     largest = _largest(batch, 0)
     is_small = largest is not None and largest.ndim > 1 and largest.shape[0] < count
     return tuple(name for name in NAMES if name in USUAL or (name == "cp" and is_small))
-
-
-def domain_size(chip: Chip | None, devices: Sequence[Any]) -> int:
-    """How many devices share a switch."""
-    if chip is None or not chip.is_switched:
-        return len(devices)
-    hosts = [device.process_index // chip.hosts for device in devices]
-    return hosts.count(hosts[0])
 
 
 def factorisations(

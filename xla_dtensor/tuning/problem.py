@@ -121,8 +121,9 @@ class Problem:
                 choice = next(found)
                 alive = Alive(jaxpr, choice.graph)
                 needed = alive.most(choice.share)[0] if choice.found else 0.0
+                on_host = alive.on_host(choice.share) if choice.found else 0.0
             parameters_lie = {n: self._dims(choice.of(v)) for n, v in parameters.items()}
-            yield Solution(choice, needed, parameters_lie)
+            yield Solution(choice, needed, parameters_lie, on_host)
 
     def _axes(self, dims: Dims, ndim: int) -> DimAxes:
         pairs = [pair for pair in zip(self.sizes, dims, strict=True) if self.sizes[pair[0]] > 1]
@@ -140,7 +141,11 @@ class Solution:
         choice: all layouts.
         memory: bytes of a device, by an estimate (`layouts/memory.py`).
         parameters: by name for each mesh dim which of a parameter's it shards.
+        on_host: bytes that a device keeps in its host's memory meanwhile.
     """
 
-    def __init__(self, choice: Choice, memory: float, parameters: Mapping[str, Dims]) -> None:
+    def __init__(
+        self, choice: Choice, memory: float, parameters: Mapping[str, Dims], on_host: float
+    ) -> None:
         self.choice, self.memory, self.parameters = choice, memory, dict(parameters)
+        self.on_host = on_host

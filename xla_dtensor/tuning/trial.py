@@ -129,8 +129,8 @@ def _is_like(one: Trial, other: Trial) -> bool:
     def costs(trial: Trial) -> tuple[float, ...]:
         return trial.estimate.rank, trial.estimate.memory, trial.estimate.moved
 
-    def kind(trial: Trial) -> tuple[str, int]:
-        return trial.configuration.recompute, trial.configuration.microbatches
+    def kind(trial: Trial) -> tuple[Any, ...]:
+        return trial.configuration.recompute, trial.configuration.told()
 
     return kind(one) == kind(other) and all(
         math.isclose(a, b, rel_tol=_NEARLY) for a, b in zip(costs(one), costs(other), strict=True)

@@ -13,18 +13,17 @@ import inspect
 import itertools
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import compile
 from xla_dtensor.errors import TopologyError, XlaDTensorError
 from xla_dtensor.layouts.prices import BY_BYTES, BY_TIME
+from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning import abstract
 from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
@@ -36,9 +35,10 @@ from xla_dtensor.tuning.configuration import (
     computed_again,
 )
 from xla_dtensor.tuning.estimate import estimate
-from xla_dtensor.tuning.meshes import NAMES, domain_size, meshes, usual
+from xla_dtensor.tuning.meshes import NAMES, meshes, usual
 from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
+from xla_dtensor.tuning.timing import timed
 from xla_dtensor.tuning.trial import Trial, apart
 
 Build = Callable[..., Callable[..., Any]]
@@ -51,8 +51,6 @@ _NOTHING_AGAIN = {
     "layers": "the model has no list of equal layers to compute again",
     "attention": "no part of equal layers is called attention, to compute that alone again",
 }
-_ROUNDS = 5
-"""Steps that are timed where the devices are here."""
 
 
 def tune(
@@ -81,7 +79,8 @@ def tune(
         build: makes the step: is given a function that lays a model out, calls it with the model
             before it makes an optimizer, and returns the function to be compiled. It is called
             again and again. One that has an argument ``microbatches`` is told in how many parts the
-            step is to compute its batch, summing their gradients.
+            step is to compute its batch, summing their gradients; one that has ``offload``, whether
+            what it keeps for backward is to be in the host's memory (`xd.scan_layers` has it).
         batch: the arguments of a step, whole: tensors, of which only shape and dtype count, and
             whatever else it takes.
         topology: `xd.abstract`'s: ``"v5p:4x4x4"``, ``"h100:8x8"``, ``"cpu:8"``; ``"here"``: the
@@ -126,7 +125,8 @@ def tune(
     for name in recompute:
         if name not in RECOMPUTED:
             raise ValueError(f"recompute={name!r}: it has {', '.join(RECOMPUTED)}")
-    takes_parts = "microbatches" in inspect.signature(build).parameters
+    taken = inspect.signature(build).parameters
+    takes_parts = "microbatches" in taken
     if microbatches is None:
         microbatches = _MICROBATCHES if takes_parts else (1,)
     if not microbatches or min(microbatches) < 1 or (max(microbatches) > 1 and not takes_parts):
@@ -147,8 +147,7 @@ def tune(
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes
-    told = build if takes_parts else lambda parallelize, microbatches: build(parallelize)
-    search = _Search(told, tuple(batch), topology, pinned or {}, reserve)
+    search = _Search(build, tuple(batch), topology, pinned or {}, reserve)
     found: list[Trial] = []
     notes: list[str] = []
     # What is left when the time is over has the most dims. Half of it is for estimates.
@@ -160,7 +159,8 @@ def tune(
             f"{dict(mesh or {})}, and divides the batch"
         )
     kinds = [name for name in RECOMPUTED if name in recompute]
-    alternatives = [*itertools.product(sorted({*microbatches}), kinds)]
+    offload = (False, True) if "offload" in taken else (False,)
+    alternatives = [*itertools.product(sorted({*microbatches}), kinds, offload)]
     for done, (sizes, roles) in enumerate(wanted):
         if found and time.monotonic() > deadline - 30 * minutes:
             notes.append(
@@ -169,8 +169,8 @@ def tune(
             )
             break
         own: list[Trial] = []
-        for parts, again in alternatives:
-            plain = Configuration(sizes, roles, again, microbatches=parts)
+        for parts, again, away in alternatives:
+            plain = Configuration(sizes, roles, again, microbatches=parts, offload=away)
             if (not own or search.is_short(own[-1])) and search.divides(plain):
                 own += search.estimated(plain)
         found += own
@@ -183,8 +183,8 @@ def tune(
     left = len(chosen) - len(asked)
     if left:
         notes.append(f"{left} of the best {top} were not compiled, likewise")
-    for i, trial in asked.items():
-        found[i] = search.measured(trial) if run and trial.fits else trial
+    for i, trial in (search.measured(asked) if run else asked).items():
+        found[i] = trial
     notes += search.notes
     return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
 
@@ -199,6 +199,7 @@ class _Search:
         reserve: float,
     ) -> None:
         self._build, self._batch, self._pinned = build, batch, pinned
+        self._takes = {"microbatches", "offload"} & {*inspect.signature(build).parameters}
         self._topology = topologies.topology(topology)
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
@@ -230,8 +231,9 @@ class _Search:
         self, names: Sequence[str], fixed: Mapping[str, int]
     ) -> Iterator[tuple[dict[str, int], Dims]]:
         devices = self._topology.devices
-        domain = domain_size(self._chip, devices)
-        return meshes(len(devices), domain, self._batch, names, fixed)
+        with abstract(self._topology.name):
+            numbers = domains(devices)
+        return meshes(len(devices), numbers.count(numbers[0]), self._batch, names, fixed)
 
     def is_short(self, trial: Trial) -> bool:
         """Whether it may turn out to need too much memory: estimates of that are rough."""
@@ -300,7 +302,7 @@ class _Search:
         return found
 
     def _built(self, parallelize: Any, own: Configuration) -> Callable[..., Any]:
-        return self._build(parallelize, microbatches=own.microbatches)
+        return self._build(parallelize, **{name: getattr(own, name) for name in self._takes})
 
     def compiled(self, trials: Sequence[Trial], is_over: Callable[[], bool]) -> dict[int, Trial]:
         """The same with XLA's report, by their positions: one is traced while others are compiled,
@@ -343,19 +345,13 @@ class _Search:
 
         return ask
 
-    def measured(self, trial: Trial) -> Trial:
-        """The same with the median of a few steps."""
-        own, times = trial.configuration, []
-        try:
-            step = compile(self._built(own.apply, own))
-            batch = own.place(*self._batch)
-            for _ in range(_ROUNDS + 2):  # the first two make state, and compile
-                begin = time.perf_counter()
-                _wait(step(*batch))
-                times.append(time.perf_counter() - begin)
-        except (XlaDTensorError, RuntimeError) as error:  # no memory, say
-            return dataclasses.replace(trial, error=f"{type(error).__name__}: {error}")
-        return dataclasses.replace(trial, measured=statistics.median(times[2:]))
+    def measured(self, trials: Mapping[int, Trial]) -> dict[int, Trial]:
+        """The same with how long a step of each takes that fits."""
+
+        def make(own: Configuration) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return compile(self._built(own.apply, own)), own.place(*self._batch)
+
+        return timed(trials, make)
 
     def _pinned_by(self, mesh: Mapping[str, int]) -> Callable[[str], Dims | None]:
         def pinned(name: str) -> Dims | None:
@@ -380,10 +376,3 @@ def _errors(trial: Trial) -> Iterator[list[Trial]]:
 
 def _unless(is_over: Callable[[], bool] | None, ask: Callable[[], Trial]) -> Trial | None:
     return None if is_over is not None and is_over() else ask()
-
-
-def _wait(result: Any) -> None:
-    torch.xla.synchronize()
-    for each in result if isinstance(result, tuple | list) else (result,):
-        if isinstance(each, torch.Tensor):
-            each.detach().flatten()[:1].cpu()

@@ -110,7 +110,8 @@ class Layers:
     def run(self, x: Any) -> tuple[Any, ...]:
         """The layers' results, or the last one's alone."""
         if self.offload:
-            check_host_memory(x._form.frame or self.trace.frame, "scan_layers(offload=True)")
+            frame = x._form.frame or self.trace.frame
+            check_host_memory(frame, "scan_layers(offload=True)", between=False)
         own = [tensor for tensors in self.tensors for tensor in tensors]
         results: tuple[Any, ...] = _Scan.apply(self, x, *self.others, *own)
         return results
