@@ -301,3 +301,16 @@ def test_wrong_arguments(function: Any, error: Any, message: str, compiled: bool
     """What CPU torch refuses, too, in both modes."""
     with pytest.raises(error, match=message):
         (xd.compile(function) if compiled else function)(torch.ones(3, device="xla"))
+
+
+def test_rows_that_a_value_counts_are_refused() -> None:
+    mesh = xd.init_device_mesh("xla", (2,), mesh_dim_names=("ep",))
+    counts = xd.from_device_values([torch.tensor([1, 2])] * 2, mesh)
+
+    @xd.compile
+    def step(x: Any, counts: Any) -> Any:
+        part, _ = x.split(counts.tolist())
+        return TORCH.scan(lambda c, row: (c + row, c * 1), x[0], part)[0]
+
+    with pytest.raises(xd.DataDependentError, match="a number of rows that is a value"):
+        step(xd.from_device_values([torch.ones(3, 2)] * 2, mesh), counts)

@@ -166,8 +166,8 @@ def _checked_rows(what: str, rows: Sequence[Any], dim: int) -> int:
         raise RuntimeError(f"{what} can only consist of tensors{user_line()}")
     rows[0].size(dim)  # or torch's error
     dim %= rows[0].ndim
-    lengths = {x.shape[dim] if dim < x.ndim else None for x in rows}
-    if len(lengths) > 1 or lengths <= {0, None}:
+    lengths = [x.shape[dim] if dim < x.ndim else 0 for x in rows]
+    if any(length == 0 or length != lengths[0] for length in lengths):
         shapes = ", ".join(str(list(x.shape)) for x in rows)
         raise RuntimeError(
             f"{what} must have one length above 0 along dim {dim}, and have the shapes "
