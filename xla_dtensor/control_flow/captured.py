@@ -131,7 +131,7 @@ class _Replacing(TorchFunctionMode):
         return func(*given, **named)
 
 
-_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRADIENT = torch.Tensor.grad.__get__
 # What changes a tensor otherwise than in its value (`x.grad = y` is a call of ``__set__``).
 _CHANGING = frozenset(
     {
@@ -157,7 +157,7 @@ class _Functions(threading.local):
         with _Functions._lock:
             if not _Functions._blocks:
                 self._before[:] = [vars(torch.autograd.Function)["apply"]]
-                torch.autograd.Function.apply = classmethod(self._apply)  # type: ignore[assignment]
+                torch.autograd.Function.apply = classmethod(self._apply)
             _Functions._blocks += 1
 
     def leave(self) -> None:

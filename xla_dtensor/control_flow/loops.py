@@ -21,7 +21,7 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.control_flow.captured import CapturingFunction, captured_by
 from xla_dtensor.control_flow.differentiable import call
-from xla_dtensor.control_flow.results import NewResults, Results, Tree, as_tensor, refuse
+from xla_dtensor.control_flow.results import NewResults, Results, Skeleton, as_tensor, refuse
 from xla_dtensor.control_flow.side_effects import Surroundings
 from xla_dtensor.errors import RandomNumbersError, UnsupportedOpError
 from xla_dtensor.jax_programs.values import words_of
@@ -44,7 +44,7 @@ def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -
     if executor.current().has_values:
         results = NewResults()
         return results.of((true_fn if pred else false_fn)(*operands), operands)
-    flat, tree = Tree.apart(tuple(operands))
+    flat, tree = Skeleton.apart(tuple(operands))
     bodies = _Bodies((true_fn, tree, flat), (false_fn, tree, flat))
     one, other = bodies.results
     if one != other:
@@ -66,7 +66,7 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
             carried = body_fn(*carried)
             _check_body(carried, given)
         return results.of(carried, carried_inputs)
-    flat, tree = Tree.apart(tuple(carried_inputs), numbers=True)
+    flat, tree = Skeleton.apart(tuple(carried_inputs), numbers=True)
     bodies = _Bodies((cond_fn, tree, flat), (body_fn, tree, flat))
     _check_body(bodies.results[1], given)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat, *bodies.captured)):
@@ -114,8 +114,8 @@ def scan(
             ys.append(y)
         carry, stacked = new.of(carry, init), _stacked(ys[::-1] if reverse else ys)
     else:
-        flat, _ = Tree.apart(init, numbers=True)
-        _, tree = Tree.apart((init, xs), numbers=True)
+        flat, _ = Skeleton.apart(init, numbers=True)
+        _, tree = Skeleton.apart((init, xs), numbers=True)
         bodies = _Bodies((combine_fn, tree, [*flat, *(x[0] for x in rows)]))
         (results,) = bodies.results
         _check_carry(results.first(), given)
@@ -146,7 +146,7 @@ def map_along(f: Function, xs: Any, *args: Any) -> Any:
     if executor.current().has_values:
         parts = ([x[i] for x in rows] for i in range(len(rows[0])))
         return _stacked([f(pytree.tree_unflatten(part, of_rows), *args) for part in parts])
-    flat, tree = Tree.apart((xs, *args))
+    flat, tree = Skeleton.apart((xs, *args))
     others = flat[len(rows) :]
     bodies = _Bodies((f, tree, [*(x[0] for x in rows), *others]))
 
@@ -214,10 +214,10 @@ class _Bodies:
             for tree, (_, shapes) in zip(self._trees, found, strict=True)
         ]
 
-    def _of_leaves(self, which: int, function: Function, tree: Tree) -> Function:
+    def _of_leaves(self, which: int, function: Function, tree: Skeleton) -> Function:
         def on_leaves(*flat: Any) -> list[Any]:
             found = function(*tree.put_together(flat))
-            tensors, self._trees[which] = Tree.apart(
+            tensors, self._trees[which] = Skeleton.apart(
                 tuple(found) if isinstance(found, list) else found, numbers=True
             )
             return tensors

@@ -19,7 +19,7 @@ _HERE = object()
 
 
 @dataclass(frozen=True)
-class Tree:
+class Skeleton:
     """A structure without its tensors.
 
     Attributes:
@@ -32,7 +32,7 @@ class Tree:
     rest: tuple[Any, ...]
 
     @classmethod
-    def apart(cls, value: Any, numbers: bool = False) -> tuple[list[Any], Tree]:
+    def apart(cls, value: Any, numbers: bool = False) -> tuple[list[Any], Skeleton]:
         """The tensors of a structure, and what is left of it.
 
         Args:
@@ -90,7 +90,7 @@ class Results:
         kinds: the shapes and dtypes of the tensors in it.
     """
 
-    tree: Tree
+    tree: Skeleton
     kinds: list[tuple[tuple[int, ...], Any]]
 
     @classmethod
@@ -98,14 +98,14 @@ class Results:
         leaves, spec = pytree.tree_flatten(value)
         found = [x for x in leaves if x is not None]
         kinds = [(tuple(getattr(x, "shape", ())), to_jax_dtype(_dtype(x))) for x in found]
-        return cls(Tree(spec, tuple(x if x is None else _HERE for x in leaves)), kinds)
+        return cls(Skeleton(spec, tuple(x if x is None else _HERE for x in leaves)), kinds)
 
     def first(self) -> Results:
         """The first of two parts."""
         part, _ = self.put_together(range(len(self.kinds)))
         at, spec = pytree.tree_flatten(part)
         rest = tuple(x if x is None else _HERE for x in at)
-        return Results(Tree(spec, rest), [self.kinds[i] for i in at if i is not None])
+        return Results(Skeleton(spec, rest), [self.kinds[i] for i in at if i is not None])
 
     def put_together(self, tensors: Iterable[Any]) -> Any:
         return self.tree.put_together(tensors)
