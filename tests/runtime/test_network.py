@@ -122,3 +122,33 @@ def test_nothing_is_watched_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None
     """It returns: no socket, no question to the store, which isn't there."""
     monkeypatch.setattr(links.processes._state, "coordinator", "localhost:1234")
     links.LivingLinks(10.0, threading.Event(), lambda other, why: None).run()
+
+
+def test_who_never_says_where_it_is_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 of 4 keeps connections to 2 and 3. The one hasn't found an address of its own."""
+    with socket.socket() as third:
+        third.bind(("127.0.0.1", 0))
+        third.listen()
+        third.settimeout(5)
+        said = {"reach/3": f"127.0.0.1 {third.getsockname()[1]}"}
+
+        class Store:
+            put = staticmethod(said.__setitem__)
+
+            @staticmethod
+            def wait_for(key: str, seconds: float) -> str | None:
+                return said.get(key)
+
+        for name, value in (("store", Store), ("index", lambda: 1), ("count", lambda: 4)):
+            monkeypatch.setattr(links.processes, name, value)
+        monkeypatch.setattr(links, "_own_address", lambda: "127.0.0.1")
+        stopping = threading.Event()
+        living = links.LivingLinks(10.0, stopping, lambda other, why: None)
+        thread = threading.Thread(target=living.run)
+        thread.start()
+        try:
+            third.accept()[0].close()
+        finally:
+            stopping.set()
+            thread.join(5)
+    assert not thread.is_alive()

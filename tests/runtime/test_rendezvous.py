@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -53,6 +54,19 @@ def test_a_port_in_use(listening: int) -> None:
         f"port {listening}",
         "coordinator_address=",
     )
+
+
+def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    class Socket(socket.socket):
+        def __init__(self, family: int = socket.AF_INET, *args: object) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    given = Launch("initialize()", 0, 2, "localhost:0")
+    rendezvous.check_free(f"localhost:{launch.free_port()}", given)
+    raises(lambda: rendezvous.check_free(f"localhost:{listening}", given), f"port {listening}")
 
 
 def test_a_coordinator_that_is_not_there() -> None:

@@ -8,8 +8,9 @@ kept.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from xla_dtensor.base import executor
 from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
-from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.base.torch_private import pytree, unseen
 from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.jax_programs import differentiated
@@ -51,6 +52,10 @@ class CapturingFunction(FunctionOnTensors):
         self._own, self._captured, self._autocast = function, captured, autocast
         self._replacing: _Replacing | None = None
         self.arrays += arrays
+
+    def wants_gradient(self, index: int) -> bool | None:
+        count = len(self._at)
+        return None if index < count else self._captured[index - count].requires_grad
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         count = len(self._at)
@@ -94,19 +99,82 @@ class _Replacing(TorchFunctionMode):
     def __init__(self, others: dict[int, torch.Tensor]) -> None:
         self._others = others
         self._trace: Any = None
+        self._around: _Replacing | None = None
 
     def __enter__(self) -> Any:
         self._trace = executor.current()
+        _functions.enter()
+        self._around, _functions.innermost = _functions.innermost, self
         return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        _functions.innermost = self._around
+        _functions.leave()
 
     def of(self, value: Any) -> Any:
         return self._others.get(id(value), value)
 
+    def of_all(self, values: Any) -> Any:
+        """The arguments of a call, with the others in place of those that are replaced."""
+        if executor.current() is not self._trace:
+            return values
+        return pytree.tree_map(self.of, values)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if executor.current() is self._trace:
-            args, kwargs = pytree.tree_map(self.of, (args, kwargs))
-        return func(*args, **kwargs)
+        given, named = self.of_all((args, kwargs or {}))
+        if args and given[0] is not args[0]:
+            if func == _GRADIENT:
+                return self.of(func(*args))
+            if getattr(func, "__name__", None) in _CHANGING:
+                _refuse_write(args[0], "a tensor from outside")
+        return func(*given, **named)
+
+
+_GRADIENT = torch.Tensor.grad.__get__
+# What changes a tensor otherwise than in its value (`x.grad = y` is a call of ``__set__``).
+_CHANGING = frozenset(
+    {
+        *("__set__", "__delete__", "requires_grad_", "retain_grad"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
+    }
+)
+
+
+class _Functions(threading.local):
+    """``autograd.Function.apply``, which torch's modes aren't told of, while there are such blocks.
+
+    Attributes:
+        innermost: the thread's innermost block.
+    """
+
+    innermost: _Replacing | None = None
+    _lock = threading.Lock()
+    _blocks = 0  # of all threads
+    _before: ClassVar[list[Any]] = []  # the class method that torch has
+
+    def enter(self) -> None:
+        with _Functions._lock:
+            if not _Functions._blocks:
+                self._before[:] = [vars(torch.autograd.Function)["apply"]]
+                torch.autograd.Function.apply = classmethod(self._apply)
+            _Functions._blocks += 1
+
+    def leave(self) -> None:
+        with _Functions._lock:
+            _Functions._blocks -= 1
+            if not _Functions._blocks:
+                torch.autograd.Function.apply = self._before[0]
+
+    @staticmethod
+    def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        block = _functions.innermost
+        if block is not None:
+            args, kwargs = block.of_all((args, kwargs))
+        return _Functions._before[0].__func__(cls, *args, **kwargs)
+
+
+_functions = _Functions()
 
 
 class _Finding(_Replacing):
@@ -150,6 +218,15 @@ def captured_by(
 
     with jax.enable_x64(True):
         shapes = jax.eval_shape(traced, [_shape(x) for x in args])
+    for tensor in finding.found:
+        with unseen():  # by blocks around this one
+            gradient = finding.of(tensor).grad
+        if gradient is not None:
+            raise UnsupportedOpError(
+                "backward() in a branch or the body of a loop of a compiled step reaches a tensor "
+                f"from outside, of shape {list(tensor.shape)}: take the gradient by "
+                f"torch.autograd.grad and return it{user_line()}"
+            )
     return finding.found, shapes
 
 

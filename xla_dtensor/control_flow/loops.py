@@ -7,9 +7,8 @@ program: its body is traced once, and what it costs to compile doesn't depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ import torch
 from jax import lax
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.control_flow.captured import CapturingFunction, captured_by
 from xla_dtensor.control_flow.differentiable import call
+from xla_dtensor.control_flow.results import NewResults, Results, Skeleton, as_tensor, refuse
+from xla_dtensor.control_flow.side_effects import Surroundings
 from xla_dtensor.errors import RandomNumbersError, UnsupportedOpError
 from xla_dtensor.jax_programs.values import words_of
 from xla_dtensor.tensors.of_form import is_ours
@@ -34,13 +34,21 @@ _Run = Callable[..., Any]
 
 def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -> Any:
     """``torch.cond``."""
-    if executor.current().has_values or not is_ours(pred):
+    if not is_ours(pred):
         return (true_fn if pred else false_fn)(*operands)
-    flat, spec = pytree.tree_flatten(tuple(operands))
-    bodies = _Bodies((true_fn, spec, flat), (false_fn, spec, flat))
+    if pred.numel() != 1:
+        raise RuntimeError(
+            "Expected pred to be bool or single-element tensor, but got one of shape "
+            f"{list(pred.shape)}{user_line()}"
+        )
+    if executor.current().has_values:
+        results = NewResults()
+        return results.of((true_fn if pred else false_fn)(*operands), operands)
+    flat, tree = Skeleton.apart(tuple(operands))
+    bodies = _Bodies((true_fn, tree, flat), (false_fn, tree, flat))
     one, other = bodies.results
     if one != other:
-        _refuse("torch.cond: one branch returns", one, "the other", other)
+        refuse("torch.cond: one branch returns", one, "the other", other)
 
     def program(run: _Run, pred: Any, flat: Any) -> Any:
         both = [lambda flat, f=f: run(f, flat) for f in (0, 1)]
@@ -51,17 +59,16 @@ def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -
 
 def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any:
     """``while_loop``. In a compiled step numbers among what is carried are tensors."""
+    given = Results.of(tuple(carried_inputs))
     if executor.current().has_values:
-        carried = carried_inputs
+        carried, results = carried_inputs, NewResults()
         while cond_fn(*carried):
             carried = body_fn(*carried)
-        return carried
-    flat, spec = pytree.tree_flatten(tuple(carried_inputs))
-    flat = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="xla") for x in flat]
-    bodies = _Bodies((cond_fn, spec, flat), (body_fn, spec, flat))
-    given, found = _Results.of(flat, spec), bodies.results[1]
-    if found != given:
-        _refuse("while_loop: body_fn returns", found, "and what is carried is", given)
+            _check_body(carried, given)
+        return results.of(carried, carried_inputs)
+    flat, tree = Skeleton.apart(tuple(carried_inputs), numbers=True)
+    bodies = _Bodies((cond_fn, tree, flat), (body_fn, tree, flat))
+    _check_body(bodies.results[1], given)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat, *bodies.captured)):
         raise UnsupportedOpError(
             "while_loop of a tensor that requires grad: a loop whose number of runs nobody knows "
@@ -81,6 +88,13 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
     return given.put_together(bodies.as_one(program, flat))
 
 
+def _check_body(found: Any, given: Results) -> None:
+    if not isinstance(found, Results):
+        found = Results.of(tuple(found) if isinstance(found, list) else found)
+    if found != given:
+        refuse("while_loop: body_fn returns", found, "and what is carried is", given)
+
+
 def scan(
     combine_fn: Function, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
 ) -> tuple[Any, Any]:
@@ -88,23 +102,23 @@ def scan(
     rows, of_rows = pytree.tree_flatten(xs)
     if not rows:
         return init, []
-    dim %= rows[0].ndim
+    dim = _checked_rows("scan: xs", rows, dim)
     rows = [x.movedim(dim, 0) for x in rows]
+    given = Results.of(init)
     if executor.current().has_values:
-        carry, ys = init, []
+        carry, ys, new = init, [], NewResults()
         order = range(len(rows[0]))
         for i in reversed(order) if reverse else order:
             carry, y = combine_fn(carry, pytree.tree_unflatten([x[i] for x in rows], of_rows))
+            _check_carry(Results.of(carry), given)
             ys.append(y)
-        stacked = _stacked(ys[::-1] if reverse else ys)
+        carry, stacked = new.of(carry, init), _stacked(ys[::-1] if reverse else ys)
     else:
-        flat, of_carry = pytree.tree_flatten(init)
-        spec = pytree.tree_structure((init, xs))
-        bodies = _Bodies((combine_fn, spec, [*flat, *(x[0] for x in rows)]))
+        flat, _ = Skeleton.apart(init, numbers=True)
+        _, tree = Skeleton.apart((init, xs), numbers=True)
+        bodies = _Bodies((combine_fn, tree, [*flat, *(x[0] for x in rows)]))
         (results,) = bodies.results
-        given, found = _Results.of(flat, of_carry), results.first()
-        if found != given:
-            _refuse("scan: combine_fn returns a carry of", found, "and init is", given)
+        _check_carry(results.first(), given)
 
         def program(run: _Run, flat: Any, rows: Any) -> Any:
             def step(state: Any, row: Any) -> Any:
@@ -115,18 +129,26 @@ def scan(
             return [*carry, *ys]
 
         carry, stacked = results.put_together(bodies.as_one(program, flat, rows))
-    return carry, pytree.tree_map(lambda y: y.movedim(0, dim) if dim < y.ndim else y, stacked)
+    return carry, pytree.tree_map(
+        lambda y: y.movedim(0, dim) if y is not None and dim < y.ndim else y, stacked
+    )
+
+
+def _check_carry(found: Results, given: Results) -> None:
+    if found != given:
+        refuse("scan: combine_fn returns a carry of", found, "and init is", given)
 
 
 def map_along(f: Function, xs: Any, *args: Any) -> Any:
     """``map``: what ``f`` gives for each part of ``xs`` along dim 0, stacked."""
     rows, of_rows = pytree.tree_flatten(xs)
+    _checked_rows("map: xs", rows, 0)
     if executor.current().has_values:
         parts = ([x[i] for x in rows] for i in range(len(rows[0])))
         return _stacked([f(pytree.tree_unflatten(part, of_rows), *args) for part in parts])
-    flat, spec = pytree.tree_flatten((xs, *args))
+    flat, tree = Skeleton.apart((xs, *args))
     others = flat[len(rows) :]
-    bodies = _Bodies((f, spec, [*(x[0] for x in rows), *others]))
+    bodies = _Bodies((f, tree, [*(x[0] for x in rows), *others]))
 
     def program(run: _Run, rows: Any, others: Any) -> Any:
         return lax.scan(lambda i, row: (i + 1, run(0, [*row, *others], i)), jnp.uint32(0), rows)[1]
@@ -134,83 +156,71 @@ def map_along(f: Function, xs: Any, *args: Any) -> Any:
     return bodies.results[0].put_together(bodies.as_one(program, rows, others))
 
 
-def _stacked(parts: Sequence[Any]) -> Any:
-    return pytree.tree_map(lambda *each: torch.stack(each), *parts)
+def _checked_rows(what: str, rows: Sequence[Any], dim: int) -> int:
+    """The dim, counted from the first one.
 
-
-@dataclass(frozen=True)
-class _Results:
-    """What a function returns.
-
-    Attributes:
-        structure: as torch's pytree has it. JAX's has an order of its own for dicts, so it is given
-            lists alone.
-        kinds: the shapes and dtypes of the tensors in it.
+    Raises:
+        RuntimeError, IndexError: these can't be gone through along it.
     """
-
-    structure: Any
-    kinds: list[tuple[tuple[int, ...], Any]]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], structure: Any) -> _Results:
-        return cls(structure, [(tuple(x.shape), to_jax_dtype(x.dtype)) for x in tensors])
-
-    def first(self) -> _Results:
-        """The first of two parts."""
-        part, _ = self.put_together(range(len(self.kinds)))
-        at, structure = pytree.tree_flatten(part)
-        return _Results(structure, [self.kinds[i] for i in at])
-
-    def put_together(self, leaves: Iterable[Any]) -> Any:
-        return pytree.tree_unflatten(list(leaves), self.structure)
-
-    def __str__(self) -> str:
-        texts = (f"{dtype.name}{list(shape)}" for shape, dtype in self.kinds)
-        return str(self.put_together(texts)).replace("'", "")
+    if not rows or not all(isinstance(x, torch.Tensor) for x in rows):
+        raise RuntimeError(f"{what} can only consist of tensors{user_line()}")
+    rows[0].size(dim)  # or torch's error
+    dim %= rows[0].ndim
+    lengths = [x.shape[dim] if dim < x.ndim else 0 for x in rows]
+    if any(length == 0 or length != lengths[0] for length in lengths):
+        shapes = ", ".join(str(list(x.shape)) for x in rows)
+        raise RuntimeError(
+            f"{what} must have one length above 0 along dim {dim}, and have the shapes "
+            f"{shapes}{user_line()}"
+        )
+    return dim
 
 
-def _refuse(first: str, one: _Results, second: str, other: _Results) -> NoReturn:
-    raise UnsupportedOpError(
-        f"{first} {one}, {second} {other}: both must be tensors of the same shapes and dtypes in "
-        f"the same structure{user_line()}"
-    )
+def _stacked(parts: Sequence[Any]) -> Any:
+    def stacked(*each: Any) -> Any:
+        if each[0] is None:
+            return None
+        return torch.stack([as_tensor(x) for x in each])
+
+    return pytree.tree_map(stacked, *parts)
 
 
 class _Bodies:
     """Torch functions that a program in JAX calls.
 
     Args:
-        given: of each the function, the structure of its arguments, and tensors in it like those
-            that it will be called with.
+        given: of each the function, its arguments without the tensors, and tensors like those that
+            it will be called with.
 
     Attributes:
         results: what each returns.
     """
 
     def __init__(self, *given: tuple[Function, Any, list[Any]]) -> None:
-        self._structures: list[Any] = [None] * len(given)
-        self._functions = [self._of_leaves(i, f, spec) for i, (f, spec, _) in enumerate(given)]
+        self._trees: list[Any] = [None] * len(given)
+        self._functions = [self._of_leaves(i, f, tree) for i, (f, tree, _) in enumerate(given)]
         self._autocast = Autocast.here()
         self._seed = None
+        around = Surroundings(function for function, *_ in given)
         try:
             found = self._found(given, None)
         except RandomNumbersError:
             self._seed = torch.randint(2**62, (), device="xla")
             found = self._found(given, words_of(_key(0)))
+        around.check()
         self._captured = [tensors for tensors, _ in found]
         self.results = [
-            _Results(structure, [(tuple(x.shape), x.dtype) for x in shapes])
-            for structure, (_, shapes) in zip(self._structures, found, strict=True)
+            Results(tree, [(tuple(x.shape), x.dtype) for x in shapes])
+            for tree, (_, shapes) in zip(self._trees, found, strict=True)
         ]
 
-    def _of_leaves(self, which: int, function: Function, spec: Any) -> Function:
+    def _of_leaves(self, which: int, function: Function, tree: Skeleton) -> Function:
         def on_leaves(*flat: Any) -> list[Any]:
-            found = function(*pytree.tree_unflatten(list(flat), spec))
-            leaves, structure = pytree.tree_flatten(
-                tuple(found) if isinstance(found, list) else found
+            found = function(*tree.put_together(flat))
+            tensors, self._trees[which] = Skeleton.apart(
+                tuple(found) if isinstance(found, list) else found, numbers=True
             )
-            self._structures[which] = structure
-            return list(leaves)
+            return tensors
 
         return on_leaves
 

@@ -19,6 +19,7 @@ from xla_dtensor.base import executor, thread_state, torch_private
 from xla_dtensor.base.jax_private import let_64_bit_equations_lower, varying_axes
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.torch_private.dispatch_keys import included
 from xla_dtensor.compilation.code.host_random import MaybeAnotherThread, none_drawn
 from xla_dtensor.errors import DataDependentError, RandomNumbersError, UnsupportedOpError
 from xla_dtensor.execution.interfaces import Plan
@@ -173,6 +174,9 @@ def tracing(trace: ProgramTrace) -> Iterator[None]:
         stack.enter_context(jax.enable_x64(True))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
+        # A body of `torch.cond` runs in a kernel, below what tells autograd of views: the gradient
+        # of a write through one (`y[0] = z`) would be lost.
+        stack.enter_context(included(torch_private.DispatchKey.ADInplaceOrView))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(_nothing_drawn_on_the_host())
         stack.callback(torch_private.set_compiling, torch_private.set_compiling(True))

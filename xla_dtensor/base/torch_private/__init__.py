@@ -39,7 +39,7 @@ NAMES = {
     "without_keys": "torch._C:_ExcludeDispatchKeyGuard",
     # Whether a call is below autograd already.
     "is_key_excluded": "torch._C:_dispatch_tls_is_dispatch_key_excluded",
-    # Autocast, in force again for torch code that runs as a part of an operation's kernel.
+    # Keys in force again (`dispatch_keys`).
     "set_key_excluded": "torch._C:_dispatch_tls_set_dispatch_key_excluded",
     # Whether an operator is composed of others, by C++ or by Python, so that they can be run.
     "has_kernel": "torch._C:_dispatch_has_kernel_for_dispatch_key",

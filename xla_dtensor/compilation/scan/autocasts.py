@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from xla_dtensor.base.torch_private import DispatchKey, is_key_excluded, set_key_excluded
+from xla_dtensor.base.torch_private import DispatchKey
+from xla_dtensor.base.torch_private.dispatch_keys import included
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,9 @@ class Autocast:
     def again(self) -> Iterator[None]:
         """A block in which it is as it was: also in a backward pass, which may come outside of the
         user's block, and in the kernel of an operation, where torch leaves casts out."""
-        key = DispatchKey.AutocastPrivateUse1
-        before = is_key_excluded(key)
-        set_key_excluded(key, False)
-        try:
-            with (
-                torch.autocast("xla", self.xla[1], self.xla[0]),
-                torch.autocast("cpu", self.cpu[1], self.cpu[0]),
-            ):
-                yield
-        finally:
-            set_key_excluded(key, before)
+        with (
+            included(DispatchKey.AutocastPrivateUse1),
+            torch.autocast("xla", self.xla[1], self.xla[0]),
+            torch.autocast("cpu", self.cpu[1], self.cpu[0]),
+        ):
+            yield

@@ -7,6 +7,7 @@ the kernel looks after (TCP's keep-alive): also while Python stands still, and a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -57,13 +58,17 @@ class LivingLinks:
             try:
                 listening.bind((address, 0))
                 listening.listen()
+                listening.setblocking(False)  # who has called may be gone again
                 port = listening.getsockname()[1]
                 processes.store().put(f"reach/{processes.index()}", f"{address} {port}")
                 selector.register(listening, selectors.EVENT_READ)
                 missing = peers(processes.index(), processes.count())
                 while not self._stopping.is_set():
-                    if missing and self._connect(selector, missing[0]):
-                        del missing[0]
+                    if missing:
+                        # One that never says where it is mustn't keep the others waiting.
+                        other = missing.pop(0)
+                        if not self._connect(selector, other):
+                            missing.append(other)
                     for key, _ in selector.select(0 if missing else _LISTEN):
                         self._look(selector, key)
             except Exception as error:  # of the store, when process 0 is gone, which is told
@@ -103,14 +108,17 @@ class LivingLinks:
         if link.type == socket.SOCK_STREAM and link.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
-            accepted, _ = link.accept()
-            accepted.setblocking(False)
-            selector.register(accepted, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):
+                accepted, _ = link.accept()
+                accepted.setblocking(False)
+                selector.register(accepted, selectors.EVENT_READ)
             return
         why = ""
         try:
             if link.recv(1):
                 return  # nobody sends anything; a stranger may
+        except BlockingIOError:
+            return
         except OSError as error:
             if error.errno in _DEAD and key.data is not None:
                 why = os.strerror(error.errno)

@@ -6,6 +6,7 @@ go wrong is tried first.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ from xla_dtensor.base import jax_private
 from xla_dtensor.errors import DistributedError
 from xla_dtensor.runtime.launchers import Launch
 
+_NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}
 _stores: list[Any] = []  # torch's store ends with its object, and others may still ask it
 
 
@@ -45,9 +47,12 @@ def check_free(address: str, launch: Launch) -> None:
     """
     port = int(address.rpartition(":")[2])
     try:
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
+        try:
+            _listen(socket.AF_INET6, port)
+        except OSError as error:
+            if error.errno not in _NO_IPV6:  # the kernel may be without
+                raise
+            _listen(socket.AF_INET, port)
     except OSError as error:
         raise DistributedError(
             f"process 0 ({launch.launcher}) on {socket.gethostname()} can't listen on port {port} "
@@ -55,6 +60,12 @@ def check_free(address: str, launch: Launch) -> None:
             "or there is a second process 0: give another port "
             f"({_where_from(launch)})"
         ) from error
+
+
+def _listen(family: int, port: int) -> None:
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))
 
 
 def wait_until_there(address: str, launch: Launch, patience: float) -> None:
