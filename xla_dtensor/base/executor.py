@@ -94,6 +94,11 @@ class Executor:
         """The array of a CPU tensor that takes part in an operation of a trace."""
         raise NotImplementedError
 
+    def host_constant(self, tensor: Any) -> Any:
+        """In a trace: what gives the array of a CPU tensor that is the same in each call of what is
+        traced; None if it isn't."""
+        return None
+
     # --- storages -----------------------------------------------------------------------------
 
     def created(self, storage: Any) -> None:
