@@ -44,6 +44,15 @@ def pairs(x: torch.Tensor) -> torch.Tensor:
     return (labels[None] == labels[:, None]).fill_diagonal_(False)
 
 
+def of_what_a_mask_selects(x: torch.Tensor) -> torch.Tensor:
+    """SimCLR's way to positives and negatives."""
+    labels = torch.cat([torch.arange(3), torch.arange(2)]).to(x.device)
+    off = ~torch.eye(N, dtype=torch.bool).to(x.device)
+    same = (labels[None] == labels[:, None]).float()[off].view(N, N - 1).bool()
+    rest = x[off].view(N, N - 1)
+    return torch.cat([rest[same], rest[~same]])
+
+
 def written(x: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(N, N, device=x.device).triu(1) == 1
     y = x.clone()
@@ -70,6 +79,7 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "masked_select_of_rows": lambda x: x.masked_select(eye(x)[2:3]),
     "where": lambda x: x[torch.where(pairs(x))],
     "pairs": lambda x: x[pairs(x)],
+    "of_what_a_mask_selects": of_what_a_mask_selects,
     "written": written,
     "added": added,
 }

@@ -99,6 +99,11 @@ class Executor:
         traced; None if it isn't."""
         return None
 
+    def made_of_constants(self, tensor: Any) -> Any:
+        """``tensor``, of the CPU, that the package has just computed from what is the same in each
+        call of what is traced."""
+        return tensor
+
     # --- storages -----------------------------------------------------------------------------
 
     def created(self, storage: Any) -> None:

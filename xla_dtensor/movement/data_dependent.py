@@ -52,6 +52,7 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
 
     def back(tensor: torch.Tensor) -> torch.Tensor:
+        executor.current().made_of_constants(tensor)
         if mesh is None:
             return tensor.to("xla")
         return lay_out(tensor, mesh, replicated(mesh))
@@ -177,7 +178,8 @@ def _at_known_masks(x: Any, indices: Sequence[Any]) -> list[Any] | None:
     found: list[Any] = []
     for index in indices:
         if _is_mask(index):
-            found += to_cpu(index).nonzero().to(x.device).unbind(1)
+            positions = executor.current().made_of_constants(to_cpu(index).nonzero())
+            found += positions.to(x.device).unbind(1)
         else:
             found.append(index)
     return found

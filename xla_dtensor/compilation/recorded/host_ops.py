@@ -246,6 +246,11 @@ class HostOperations(TorchDispatchMode):
         if known is not None and known[0]() is tensor:
             self.program.operations[known[1]].sizes = known[2]
 
+    def knows(self, tensor: torch.Tensor) -> None:
+        """A tensor that is the same in each call, made where this doesn't look."""
+        with unseen():
+            self._constant(tensor)
+
     def _constant(self, tensor: torch.Tensor) -> None:
         """A tensor with values of Python's: ``torch.tensor(2.0)``, ``torch.from_numpy(array)``."""
         source = self._symbols((tensor.detach().clone(),))

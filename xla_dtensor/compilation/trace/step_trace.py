@@ -260,6 +260,10 @@ class StepTrace(TracingProgram):
         _, array, source = self._host_array(tensor)
         return functools.partial(_as_constant, array) if source is None else None
 
+    def made_of_constants(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.host.knows(tensor)
+        return tensor
+
     def _host_array(self, tensor: torch.Tensor) -> tuple[Any, Any, Any]:
         self.host.take_writes()
         # Inference tensors have no version counter: each use gets a number of its own.
