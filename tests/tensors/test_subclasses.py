@@ -217,6 +217,40 @@ def test_a_module_moves() -> None:
     assert model.double().weight.dtype == torch.float64 and isinstance(model.weight, Tagged)
 
 
+class Manifold(torch.nn.Parameter):
+    """As geoopt's: what is computed of it is plain, ``.to()`` too; its optimizer asks for it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, data: Any, radius: float = 1.0) -> Any:
+        made = torch.Tensor._make_subclass(cls, data, True)
+        made.radius = radius
+        return made
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_a_parameter_of_a_class_of_its_own_moves(in_a_graph: bool) -> None:
+    """It was a plain parameter on the devices, and was trained as one."""
+    model = torch.nn.Linear(3, 2)
+    model.weight = Manifold(torch.ones(2, 3), 5.0)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=1.0), torch.ones(1, 3)
+    loss = model(x).sum() if in_a_graph else None
+    for device in ("xla", "cpu", "xla"):
+        model.to(device)
+        assert isinstance(model.weight, Manifold) and model.weight.radius == 5
+        assert model.weight.device.type == device and model.weight.requires_grad
+        assert [p is model.weight for p in model.parameters()] == [True, False]
+        assert optimizer.param_groups[0]["params"][0] is model.weight
+        model(x.to(device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.tolist() == [[-2.0] * 3] * 2
+    assert (
+        isinstance(copy.deepcopy(model).weight, torch.nn.Parameter)
+        and (loss is not None) == in_a_graph
+    )
+
+
 def test_collated() -> None:
     from torch.utils.data._utils.collate import default_collate_fn_map
 

@@ -94,6 +94,16 @@ class Executor:
         """The array of a CPU tensor that takes part in an operation of a trace."""
         raise NotImplementedError
 
+    def host_constant(self, tensor: Any) -> Any:
+        """In a trace: what gives the array of a CPU tensor that is the same in each call of what is
+        traced; None if it isn't."""
+        return None
+
+    def made_of_constants(self, tensor: Any) -> Any:
+        """``tensor``, of the CPU, that the package has just computed from what is the same in each
+        call of what is traced."""
+        return tensor
+
     # --- storages -----------------------------------------------------------------------------
 
     def created(self, storage: Any) -> None:

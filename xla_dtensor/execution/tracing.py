@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import number_value
@@ -19,8 +20,9 @@ from xla_dtensor.execution.recomputation import Recomputation
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_host
-from xla_dtensor.forms.read import computing_constants, constant_recipe, read
+from xla_dtensor.forms.read import base_recipe, computing_constants, constant_recipe, read
 from xla_dtensor.forms.storage import Storage
+from xla_dtensor.forms.views import is_at_traced, leave_open
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
 
 
@@ -125,7 +127,16 @@ class Tracing(Running):
             storage = self.constant(form, filled)
             if storage is not None:
                 return tensor_class(form)(storage, form)
-        return super().perform(plan, call)
+        if not plan.mutated or plan.grows or plan.run is None:
+            return super().perform(plan, call)
+        constants = self._constants(plan, call)  # of what was there before
+        out = super().perform(plan, call)
+        if constants is not None:
+            first = len(plan.result_forms) - plan.result_forms.count(None)
+            for position, i in enumerate(plan.mutated, first):
+                recipe = functools.partial(constants.array, position)
+                call.leaves[i]._storage_.recipe = recipe
+        return out
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
         leaves = [
@@ -173,13 +184,48 @@ class Tracing(Running):
 
     def tensors(self, plan: Plan, call: Call, arrays: Iterator[Any]) -> list[Any]:
         results = super().tensors(plan, call, arrays)
-        recipes = None if plan.run is None else _recipes(plan, call)
-        if recipes is not None:
-            constants = _Constants(plan, recipes)
+        constants = None if plan.run is None or plan.mutated else self._constants(plan, call)
+        if constants is not None:
             made = (tensor for tensor in results if tensor is not None)
             for position, tensor in enumerate(made):
                 tensor._storage_.recipe = functools.partial(constants.array, position)
         return results
+
+    def _constants(self, plan: Plan, call: Call) -> _Constants | None:
+        """What the results and the writes are, if they depend on no input of the step.
+
+        `nn.TransformerEncoder` looks at a mask that it has made of sizes, attention at masks of all
+        libraries, and contrastive losses take what a mask without the diagonal selects.
+        """
+        if not plan.run.is_of_values:
+            return None
+        recipes: list[Any] = []
+        for leaf in call.leaves:
+            if is_ours(leaf):
+                reads = not plan.run.reads_nothing  # of what `torch.ones_like` is given, the shape
+                recipe = constant_recipe(leaf) if reads else functools.partial(_same, None)
+            elif isinstance(leaf, torch.Tensor):
+                recipe = self.host_constant(leaf)
+            elif type(leaf) in _NUMBERS:  # a subclass's is an input of the program
+                recipe = functools.partial(_same, leaf)
+            else:
+                recipe = None
+            if recipe is None:
+                return None
+            recipes.append(recipe)
+        bases: list[Any] = []
+        written_to = [call.leaves[i] for i in plan.mutated]
+        if len({id(tensor._storage_) for tensor in written_to}) < len(written_to):
+            return None
+        for written in written_to:
+            recipe = written._storage_.recipe
+            if recipe is None or is_at_traced(written._steps):
+                return None
+            bases.append((recipe, leave_open(written._steps)[1]))
+        forms = (form for form in (*plan.result_forms, *plan.base_forms) if form is not None)
+        if any(form.varying or form.unreduced for form in forms):
+            return None
+        return _Constants(plan, recipes, bases)
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -245,46 +291,46 @@ def _of_one(call: Call, leaves: list[Any]) -> Any:
     return (call.info.name, *parts)
 
 
-def _recipes(plan: Plan, call: Call) -> list[Any] | None:
-    """Per leaf a function that gives its logical value outside of the trace, if the results depend
-    on no input of the step.
-
-    `nn.TransformerEncoder` looks at a mask that it has made of sizes, and attention at masks of all
-    libraries.
-    """
-    if plan.mutated or not plan.run.is_of_values:
-        return None
-    recipes: list[Any] = []
-    for leaf in call.leaves:
-        if is_ours(leaf):
-            reads = not plan.run.reads_nothing  # of what `torch.ones_like` is given, the shape
-            recipe = constant_recipe(leaf) if reads else functools.partial(_same, None)
-            if recipe is None:
-                return None
-            recipes.append(recipe)
-        elif type(leaf) in _NUMBERS:  # a subclass's is an input of the program
-            recipes.append(functools.partial(_same, leaf))
-        else:
-            return None
-    forms = (form for form in plan.result_forms if form is not None)
-    return None if any(form.varying or form.unreduced for form in forms) else recipes
-
-
 def _same(value: Any) -> Any:
     return value
 
 
 class _Constants:
-    """The results of an operation on constants of the step: computed outside of the trace, when
-    one is asked for, and once, as a mask is asked for by each layer."""
+    """The results of an operation on constants of the step, and what it writes: computed outside of
+    the trace, when one is asked for, and once, as a mask is asked for by each layer.
 
-    def __init__(self, plan: Plan, recipes: list[Any]) -> None:
-        self._plan, self._recipes = plan, recipes
+    Args:
+        recipes: of each leaf.
+        bases: of each write the recipe of what is there, and the positions of the view's steps.
+    """
+
+    def __init__(
+        self, plan: Plan, recipes: list[Any], bases: list[tuple[Any, tuple[int, ...]]]
+    ) -> None:
+        self._plan, self._recipes, self._bases = plan, recipes, bases
         self._arrays: Any = None
 
     def array(self, position: int) -> Any:
-        if self._arrays is None:
-            with computing_constants():
-                self._arrays = self._plan.run.of_values([recipe() for recipe in self._recipes])
-            self._recipes.clear()  # with the constants that these are made of
+        # Those that this is made of come first, and not each in a call of the next one's: a loop
+        # that fills a table has thousands.
+        waiting = [self]
+        while waiting:
+            first = [one for one in waiting[-1]._made_of() if one._arrays is None]
+            if first:
+                waiting += first
+            else:
+                waiting.pop()._compute()
         return self._arrays[position]
+
+    def _made_of(self) -> list[_Constants]:
+        recipes = map(base_recipe, (*self._recipes, *(recipe for recipe, _ in self._bases)))
+        owners = (getattr(recipe.func, "__self__", None) for recipe in recipes)
+        return [owner for owner in owners if isinstance(owner, _Constants)]
+
+    def _compute(self) -> None:
+        if self._arrays is not None:
+            return
+        with computing_constants():
+            bases = [(recipe(), positions) for recipe, positions in self._bases]
+            self._arrays = self._plan.run.of_values([r() for r in self._recipes], bases)
+        self._recipes, self._bases = [], []  # with the constants that these are made of

@@ -89,6 +89,13 @@ def constant_recipe(tensor: Any) -> Any:
     return functools.partial(_read_recipe, recipe, tensor._storage_.form, steps, tensor._form)
 
 
+def base_recipe(recipe: Any) -> Any:
+    """The recipe of the storage behind that of a view."""
+    while recipe.func is _read_recipe:
+        recipe = recipe.args[0]
+    return recipe
+
+
 def _read_recipe(recipe: Any, form: Form, steps: tuple[Step, ...], own: Form) -> Any:
     with computing_constants():
         return read_through(recipe(), form, steps).astype(own.jax_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
 
     def back(tensor: torch.Tensor) -> torch.Tensor:
+        executor.current().made_of_constants(tensor)
         if mesh is None:
             return tensor.to("xla")
         return lay_out(tensor, mesh, replicated(mesh))
@@ -130,23 +132,57 @@ def _repeat_interleave(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handles("aten::index.Tensor")
 def _index_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return by_cpu_torch(func, args, kwargs) if any(map(_is_mask, args[1])) else NotImplemented
+    if not any(map(_is_mask, args[1])):
+        return NotImplemented
+    known = _at_known_masks(*args)
+    return by_cpu_torch(func, args, kwargs) if known is None else func(args[0], known)
+
+
+@handles("aten::masked_select.default", traced=True)
+def _select_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x, mask = torch.broadcast_tensors(*args)
+    known = _at_known_masks(x, [mask])
+    if known is None:
+        return by_cpu_torch(func, args, kwargs)
+    return torch.ops.aten.index.Tensor(x, known)
 
 
 @handles("aten::index_put.default")
 def _index_put_by_mask(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
-        return by_cpu_torch(func, args, kwargs)
-    return NotImplemented
+    if not any(map(_is_mask, args[1])) or is_masked_fill(*args[:3]):
+        return NotImplemented
+    known = _at_known_masks(*args[:2])
+    if known is not None:
+        return func(args[0], known, *args[2:], **kwargs)
+    return by_cpu_torch(func, args, kwargs)
 
 
 @handles("aten::index_put_.default", "aten::_index_put_impl_.default")
 def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if any(map(_is_mask, args[1])) and not is_masked_fill(*args[:3]):
-        accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-        out = by_cpu_torch(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
-        return args[0].copy_(out)
-    return NotImplemented
+    if not any(map(_is_mask, args[1])) or is_masked_fill(*args[:3]):
+        return NotImplemented
+    known = _at_known_masks(*args[:2])
+    if known is not None:
+        return func(args[0], known, *args[2:], **kwargs)
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    out = by_cpu_torch(torch.ops.aten.index_put.default, (*args[:3], accumulate), {})
+    return args[0].copy_(out)
+
+
+def _at_known_masks(x: Any, indices: Sequence[Any]) -> list[Any] | None:
+    """In a step whose inputs decide nothing about the masks among the indices: with the positions
+    of the entries that are set in the place of each mask; else None."""
+    masks = filter(_is_mask, indices)
+    if executor.current().has_values or not all(is_ours(m) and constant_recipe(m) for m in masks):
+        return None
+    found: list[Any] = []
+    for index in indices:
+        if _is_mask(index):
+            positions = executor.current().made_of_constants(to_cpu(index).nonzero())
+            found += positions.to(x.device).unbind(1)
+        else:
+            found.append(index)
+    return found
 
 
 def _to_host_argument(value: Any) -> Any:

@@ -124,14 +124,22 @@ class Computation:
         """Whether `of_values` can compute it."""
         return self.is_lowering and not (self.random or self._axes or self._cut)
 
-    def of_values(self, values: list[Any]) -> list[Any]:
-        """The logical values of the results that are there, of those of the leaves; on no mesh."""
+    def of_values(self, values: list[Any], base_arrays: list[Any]) -> list[Any]:
+        """The logical values of the results that are there, then of the storages written, of those
+        of the leaves; on no mesh."""
         if self.reads_nothing:
             values = list(map(self._logical, values, self._forms))
         with at(Target("cpu")):
-            fresh, _ = self._lowered(_no_keys, *self._filled(values))
-        found = zip(fresh, self._result_forms, strict=False)
-        return [self._value(value, form) for value, form in found if form is not None]
+            fresh, written = self._lowered(_no_keys, *self._filled(values))
+        out = [
+            self._value(value, form)
+            for value, form in zip(fresh, self._result_forms, strict=False)
+            if form is not None
+        ]
+        for value, write, base in zip(written, self._writes, base_arrays, strict=True):
+            value = checked(value, write.own.shape, write.own.jax_dtype, self._info)
+            out.append(self._into_base(value, write, base))
+        return out
 
     def _filled(self, values: list[Any]) -> tuple[Any, Any]:
         return fill(list(self._args), values), fill_kwargs(self._kwargs, values)
@@ -155,12 +163,7 @@ class Computation:
         out = compute(keys, leaves, pad)
         first = len(out) - len(self._writes)
         for j, (write, base) in enumerate(zip(self._writes, base_arrays, strict=True)):
-            value = out[first + j]
-            if write.steps:
-                array, positions = base
-                placed = write.before.placed(write.after.frame)
-                steps = with_positions(write.steps, positions)
-                value = write_through(array, placed, steps, value, self._axes)
+            value = self._into_base(out[first + j], write, base)
             out[first + j] = write.after.physical(value) if pad else value
         if pad:
             # A result that is an argument as it came would share its buffer, and writes to one
@@ -168,6 +171,14 @@ class Computation:
             given = {id(leaf) for leaf in leaves}
             out = [jnp.copy(value) if id(value) in given else value for value in out]
         return out
+
+    def _into_base(self, value: Any, write: Write, base: Any) -> Any:
+        if not write.steps:
+            return value
+        array, positions = base
+        placed = write.before.placed(write.after.frame)
+        steps = with_positions(write.steps, positions)
+        return write_through(array, placed, steps, value, self._axes)
 
     def compiled(self, words: Callable[[], str | None]) -> KeptProgram:
         """A program of its own, which takes the generator's state in place of ``keys``.

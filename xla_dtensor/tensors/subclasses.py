@@ -159,6 +159,23 @@ def make_subclass(cls: Any, tensor: Any, requires_grad: bool = False) -> Any:
     return show_as(alias, cls)
 
 
+def of_class_of(moved: Any, parameter: Any) -> None:
+    """Make ``moved``, which torch has made a plain parameter of ``parameter``'s value elsewhere,
+    one of its class. From the CPU to CUDA torch puts the value into the parameter that is there; so
+    code that goes by the class, as geoopt's optimizers do, finds it.
+
+    Raises:
+        UnsupportedOpError: as `show_as`.
+    """
+    cls = shown_class(type(parameter))
+    if isinstance(moved, cls) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return
+    if isinstance(moved, OurTensor):
+        show_as(moved, cls)
+    else:
+        moved.__class__ = cls
+
+
 # As often as there are pairs of classes; that a class lives on is no matter, as few are made.
 @functools.cache
 def _made_of(shown: Any, own: Any) -> Any:

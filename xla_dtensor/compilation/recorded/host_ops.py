@@ -51,6 +51,7 @@ from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
+from xla_dtensor.tensors.indexing import is_mask, is_masked_fill
 from xla_dtensor.tensors.of_form import is_ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -58,6 +59,14 @@ _Symbolic = torch.SymFloat | torch.SymInt
 _ATEN = torch.ops.aten
 
 _OF_ANY_SIZE = frozenset(getattr(_ATEN, name).default for name in OF_ANY_SIZE)
+
+
+_BY_INDEX = frozenset(
+    {
+        *(_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default),
+        _ATEN._index_put_impl_.default,
+    }
+)
 
 
 class HostOperations(TorchDispatchMode):
@@ -134,6 +143,8 @@ class HostOperations(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(cls, OurTensor) for cls in types):
             with disable_function_of_subclasses():  # their __torch_function__ has run already
+                if func in _BY_INDEX and any(map(is_mask, map(_on_host, args[1]))):
+                    args = self._at_positions(*args)
                 return func(*args, **kwargs)
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -148,6 +159,21 @@ class HostOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         with unseen():  # our own look at the tensors isn't the step's
             return self._computed(func, args, kwargs, tensors)
+
+    def _at_positions(self, x: Any, indices: Any, *rest: Any) -> Any:
+        """What indexes an xla tensor with the positions that masks on the CPU have, in their place:
+        the host finds them in each call."""
+        if rest and is_masked_fill(x, indices, rest[0]):
+            return x, indices, *rest
+        found: list[Any] = []
+        for index in indices:
+            if is_mask(_on_host(index)):
+                with unseen():
+                    at = self._computed(_ATEN.nonzero.default, (index,), {}, [index])
+                    found += self._computed(_ATEN.unbind.int, (at, 1), {}, [at])
+            else:
+                found.append(index)
+        return x, found, *rest
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """An operation's result, which is written down."""
@@ -219,6 +245,11 @@ class HostOperations(TorchDispatchMode):
         known = self._of_unknown_size.get(id(tensor))
         if known is not None and known[0]() is tensor:
             self.program.operations[known[1]].sizes = known[2]
+
+    def knows(self, tensor: torch.Tensor) -> None:
+        """A tensor that is the same in each call, made where this doesn't look."""
+        with unseen():
+            self._constant(tensor)
 
     def _constant(self, tensor: torch.Tensor) -> None:
         """A tensor with values of Python's: ``torch.tensor(2.0)``, ``torch.from_numpy(array)``."""
@@ -529,6 +560,10 @@ class HostOperations(TorchDispatchMode):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index
         return lambda arguments, results: results[operation][index]
+
+
+def _on_host(x: Any) -> Any:
+    return x if is_on_host(x) else None
 
 
 def _refuse(what: str) -> NoReturn:

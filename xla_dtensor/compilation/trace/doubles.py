@@ -299,7 +299,7 @@ def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     special = data is not leaves[0] and any(map(_is_tensor, leaves)) if leaves else False
     special = special or any(map(is_pythons, leaves))
     if args or not special or not all(_is_number(x) or _is_tensor(x) for x in leaves):
-        return func(data, *args, **options)
+        return _of_constants(func, data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
     if options.get("dtype") is None:
@@ -314,6 +314,17 @@ def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
 
     tensor = made(data)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _of_constants(func: Any, data: Any, *args: Any, **options: Any) -> Any:
+    """``torch.tensor`` of numbers that are part of the program: by a CPU tensor of the step's own.
+    Otherwise C++ copies to the devices where no mode sees it, and its values wouldn't be known."""
+    device = options.get("device")
+    if func is not torch.tensor or device is None or torch.device(device).type != "xla":
+        return func(data, *args, **options)
+    requires_grad = options.pop("requires_grad", False)
+    tensor = func(data, *args, **{**options, "device": "cpu", "pin_memory": False}).to(device)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
@@ -252,6 +253,18 @@ class StepTrace(TracingProgram):
         return self.random.counter - self.random.start
 
     def host_tensor(self, tensor: torch.Tensor) -> Any:
+        array = self._host_array(tensor)[1]
+        return self._mark(tensor, array, None) if self.differentiating else array
+
+    def host_constant(self, tensor: torch.Tensor) -> Callable[[], Any] | None:
+        _, array, source = self._host_array(tensor)
+        return functools.partial(_as_constant, array) if source is None else None
+
+    def made_of_constants(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.host.knows(tensor)
+        return tensor
+
+    def _host_array(self, tensor: torch.Tensor) -> tuple[Any, Any, Any]:
         self.host.take_writes()
         # Inference tensors have no version counter: each use gets a number of its own.
         version = -1 - len(self.host_arrays) if tensor.is_inference() else tensor._version
@@ -262,7 +275,7 @@ class StepTrace(TracingProgram):
             with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
                 array = jnp.asarray(to_numpy(tensor))
             known = self.host_arrays[key] = (tensor, array, source)
-        return self._mark(tensor, known[1], None) if self.differentiating else known[1]
+        return known
 
     def traced_item(self, tensor: Any) -> Any:
         """In the formulas of torch's optimizers a number without a present value, which goes into
@@ -423,3 +436,8 @@ class StepTrace(TracingProgram):
             # was set by another thread, which trains another model.
             if id(tensor) in self.outside or not is_ours(tensor):
                 set_grad_of(tensor, outside.grad)
+
+
+def _as_constant(array: Any) -> Any:
+    """Where constants are computed, which is where JAX's default device is then."""
+    return jnp.asarray(np.asarray(array))

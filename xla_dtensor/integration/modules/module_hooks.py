@@ -89,22 +89,23 @@ def _but_ours(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:
     """``parameter`` with what ``moved`` is; if something else holds it (a graph, a weak
     reference), the new one, the same for each module and optimizer that shares it."""
-    from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES  # needs the device's name
+    from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES  # these need the device's name
+    from xla_dtensor.tensors.subclasses import of_class_of
 
     assert _moved.by_id is not None
     known = _moved.by_id.get(id(parameter))
     if known is not None:
         return known[1]
+    of_class_of(moved, parameter)
     try:
         torch.utils.swap_tensors(parameter, moved)
     except RuntimeError:
         _moved.by_id[id(parameter)] = parameter, moved
         _replace_in_optimizers(parameter, moved)
         parameter, moved = moved, parameter
-    else:
-        for key, value in vars(moved).items():  # the user's marks, which were swapped as well
-            if key not in OWN_ATTRIBUTES:
-                setattr(parameter, key, value)
+    for key, value in vars(moved).items():  # the user's marks, which are swapped as well
+        if key not in OWN_ATTRIBUTES:
+            setattr(parameter, key, value)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         _take_hooks(parameter, moved, hooks)
     return parameter
