@@ -68,6 +68,17 @@ def test_data_dependent_python_shows_the_line(mesh_2x4: DeviceMesh, function, li
     function(x)  # eagerly there is nothing wrong with it
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torchscript_runs_is_refused_in_our_words() -> None:
+    """Its interpreter raises an error of its own, with nothing of the one that it has met."""
+    scripted = torch.jit.script(uses_if)
+    x = torch.ones(4, device="xla")
+    with pytest.raises(xd.DataDependentError, match=r"torch\.where") as error:
+        xd.compile(lambda x: scripted(x))(x)
+    assert f"{__file__}:" in str(error.value) and "if x.sum() > 0" in str(error.value.__cause__)
+    assert torch.equal(scripted(x).cpu(), torch.ones(4))
+
+
 COUNTER = torch.zeros(1)
 SAME = COUNTER[:]
 

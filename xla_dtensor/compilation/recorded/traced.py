@@ -147,7 +147,13 @@ class Traced:
         del numbers
         computing = MathOfNumbers()
         with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
-            out = _call(start.function, args, kwargs)
+            try:
+                out = _call(start.function, args, kwargs)
+            except RuntimeError as error:
+                # TorchScript's interpreter raises one of its own, and drops what this one said.
+                if self.trace.refused is not None and "TorchScript" in str(error):
+                    raise self.trace.refused from error
+                raise
         if arguments.is_spoilt():
             raise DataDependentError(
                 "the step writes to an array that it was given as an argument, or changes an "

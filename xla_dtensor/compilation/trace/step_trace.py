@@ -84,6 +84,7 @@ class StepTrace(TracingProgram):
         # parameters, and an optimizer's factors from them.
         self.scalars: dict[Any, Any] = {}
         self._wide = WideScalars()
+        self.refused: DataDependentError | None = None  # the latest of `refuse`
         self._modules = ModuleScopes()
         self.passes = BackwardPasses()
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
@@ -300,10 +301,11 @@ class StepTrace(TracingProgram):
             "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
             "from the step and look at it there, or move this line out of the compiled function"
         )
-        raise DataDependentError(
+        self.refused = DataDependentError(
             f"{what} needs a value that doesn't exist while the step is compiled"
             f"{user_line()}\n{way}"
         )
+        raise self.refused
 
     # --- internals ----------------------------------------------------------------------------
 
