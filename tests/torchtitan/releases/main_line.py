@@ -57,9 +57,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
 # With what else torchtitan's own integration tests run these models: each has some of it.
 CP = {"cp": 2, "sequence": 256, **FLEX}
 PP = {"pp": 2, "micro_batches": 2}
-CUT_THRICE = {"dp2 x tp2 x cp2": {"dp_shard": 2, "tp": 2, **CP}}
 BY_MODEL: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen3": {**CUT_THRICE, "pp2 x dp2": {**PP, "dp_shard": 2, **FLEX}},
+    "qwen3": {"dp2 x tp2 x cp2": {"dp_shard": 2, "tp": 2, **CP}},
     "qwen3 MoE": {"pp2 x dp2, ep2": {**PP, "dp_shard": 2, "ep": 2, **SHORT}},
     "deepseek_v3": {
         "hsdp 2x2, ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, **SHORT},
