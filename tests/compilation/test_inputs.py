@@ -478,3 +478,14 @@ def test_a_fused_function_on_the_cpu(as_tensor: bool) -> None:
         plain(x, lr)
         compiled(x, lr)
     torch.testing.assert_close(p, expected)
+
+
+def test_a_message_says_where_an_argument_lies() -> None:
+    """One on the default device and one on all of a mesh's differ in nothing else."""
+    mesh = xd.init_device_mesh("xla", (8,))
+    step = xd.compile(lambda x: x * 2)
+    on_mesh = xd.distribute_tensor(torch.ones(3), mesh, [xd.Replicate()]).to_local()
+    step(torch.ones(3, device="xla"))
+    torch.testing.assert_close(step(on_mesh).cpu(), torch.full((3,), 2.0))
+    (why,) = step.recompilations
+    assert "torch.float32 on the default device to [3] torch.float32 on Frame(dim0=8)" in why

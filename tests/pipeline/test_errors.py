@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import xla_dtensor as xd
 from tests.pipeline.harness import DIM, mesh_of, parts, stages_of, where
 from xla_dtensor.pipeline.order import BACKWARD, FORWARD, Action, merged
+from xla_dtensor.pipeline.transfer import to_stage
 
 mse = nn.functional.mse_loss
 
@@ -234,3 +235,22 @@ def test_a_schedule_of_ones_own() -> None:
     out: Any = made.step(x)
     expected = nn.Sequential(*parts(2))(x)
     torch.testing.assert_close(out.full_tensor().cpu(), expected)
+
+
+def test_axes_go_by_their_place() -> None:
+    """What has cut a stage's devices first has named their axes, perhaps the other way round: each
+    device's value goes to the device with its place all the same."""
+    first, second = xd.pipeline.stage_meshes(
+        xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("pp", "world"))
+    )
+    for names in (("tp", "dp"), ("dp", "tp")):
+        cut = first._unflatten(0, (2, 2), names)
+        x = torch.arange(2.0)
+        xd.from_device_values(list(x), cut[names[1]])  # makes the axes, named by the first
+    dp_tp = second._unflatten(0, (2, 2), ("dp", "tp"))
+    xd.from_device_values(list(x), dp_tp["tp"])
+    for dim in ("dp", "tp"):
+        here, there = (xd.from_device_values(list(x), m[dim]) for m in (cut, dp_tp))
+        moved = to_stage(here, second, "the target")
+        assert torch.equal(torch.stack(moved.local_values()), torch.stack(there.local_values()))
+        assert (moved - there).abs().sum().local_values()[0] == 0

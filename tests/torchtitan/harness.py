@@ -39,7 +39,7 @@ class Training:
         self.loss = release.loss(plan, model, spec)
         self.optimizers, self.schedulers = release.optimizers([model], spec, steps, dims)
         self.context = release.context(plan, dims)
-        self.about_experts = {"ep_enabled": True} if plan.ep > 1 else {}
+        self.about_experts = plan.about_experts
 
     def step(self, micro_batches: Any, valid: Any) -> Any:
         """One step of the optimizer; the losses and the norm of the gradients."""

@@ -81,7 +81,7 @@ def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) ->
                 return_outputs=False,
             )
             parameters = [p for model in models for p in model.parameters()]
-            norm = dist_utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            norm = dist_utils.clip_grad_norm_(parameters, 1.0, foreach=True, **plan.about_experts)
             optimizers.step()
             schedulers.step()
             run.losses.append(sum(release.total(loss.detach(), dims[-1]) for loss in losses))

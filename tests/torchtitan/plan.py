@@ -55,6 +55,11 @@ class Plan:
         return self.ranks * self.cp * self.tp
 
     @property
+    def about_experts(self) -> dict[str, bool]:
+        """What ``clip_grad_norm_`` is told."""
+        return {"ep_enabled": True} if self.ep > 1 else {}
+
+    @property
     def on_one_device(self) -> Plan:
         """The same training without parallelism."""
         one = dataclasses.replace(self, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, pp=1)

@@ -68,15 +68,14 @@ def _moved(tensor: Any, mesh: DeviceMesh, what: str) -> Any:
     frame = frame_of(mesh)
     about = source.shape, None, 0, source.dtype
     if source.mesh is None:
-        _check_axes(source, mesh, what)
-        target = device_form(frame, *about, varying=source.varying)
+        target = device_form(frame, *about, varying=_varying(source, mesh, what))
     else:
         own, placements = _same_dims(source, mesh, what)
         if source.mesh.shape != own.shape and not source.varying:
             return move(tensor, own, placements)
-        _check_axes(source, mesh, what)
+        varying = _varying(source, mesh, what)
         unreduced = tuple(own.mesh_dim_names.index(name) for name in _names(source))
-        target = sharded_form(own, placements, *about, unreduced=unreduced, varying=source.varying)
+        target = sharded_form(own, placements, *about, unreduced=unreduced, varying=varying)
     if target.array_shape != source.array_shape:
         raise MeshMismatchError(
             f"{what}: a tensor of shape {list(source.shape)} on {source.mesh or source.frame!r} "
@@ -116,13 +115,29 @@ def _same_dims(form: Form, mesh: DeviceMesh, what: str) -> tuple[DeviceMesh, tup
     return mesh[tuple(name for name, _ in kept)], tuple(placement for _, placement in kept)
 
 
-def _check_axes(form: Form, mesh: DeviceMesh, what: str) -> None:
+def _varying(form: Form, mesh: DeviceMesh, what: str) -> tuple[str, ...]:
+    """The axes of ``mesh``'s frame along which a tensor varies there.
+
+    Of roots of one kind, as stages have them, those with the same place: a frame's axes may have
+    the names of any mesh of its root that has cut it first, so names say nothing there.
+    """
     assert form.frame is not None or not form.varying
-    frame = frame_of(mesh)
+    frame, found = frame_of(mesh), []
     for name in form.varying:
-        if frame.sizes.get(name) != form.frame.sizes[name]:  # type: ignore[union-attr]
+        before = form.frame
+        axis = next(axis for axis in before.axes if axis.name == name)  # type: ignore[union-attr]
+        alike = _kind(before.root) == _kind(frame.root)  # type: ignore[union-attr]
+        wanted = (axis.size, axis.stride) if alike else (axis.size, name)
+        there = [a.name for a in frame.axes if (a.size, a.stride if alike else a.name) == wanted]
+        if not there:
             raise MeshMismatchError(
                 f"{what}: a tensor of shape {list(form.shape)} that varies along {name!r} of "
-                f"{form.frame!r} can't go to the stage's mesh {mesh!r}: it needs a dim of that "
-                "name and size"
+                f"{before!r} can't go to the stage's mesh {mesh!r}: it needs a dim of that "
+                f"{'place' if alike else 'name'} and size"
             )
+        found += there
+    return tuple(found)
+
+
+def _kind(root: DeviceMesh) -> Any:
+    return root.mesh_dim_names, tuple(root.shape)

@@ -54,6 +54,22 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "dp2 x tp2, ep2": {"dp_shard": 2, "tp": 2, "ep": 2, **SHORT},
     "dp2 x tp2, ep4": {"dp_shard": 2, "tp": 2, "ep": 4, **SHORT},
 }
+# With what else torchtitan's own integration tests run these models: each has some of it.
+CP = {"cp": 2, "sequence": 256, **FLEX}
+PP = {"pp": 2, "micro_batches": 2}
+BY_MODEL: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3": {"dp2 x tp2 x cp2": {"dp_shard": 2, "tp": 2, **CP}},
+    "qwen3 MoE": {"pp2 x dp2, ep2": {**PP, "dp_shard": 2, "ep": 2, **SHORT}},
+    "deepseek_v3": {
+        "hsdp 2x2, ep2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2, **SHORT},
+        "pp2 x dp2 x tp2, ep4": {**PP, "dp_shard": 2, "tp": 2, "ep": 4, **SHORT},
+    },
+    "gpt_oss": {
+        "dp4 x tp2, ep4": {"dp_shard": 4, "tp": 2, "ep": 4, **SHORT},
+        "dp2 x cp2, ep4": {"dp_shard": 2, "ep": 4, **CP},
+        "pp2 x dp2 x cp2, ep4": {**PP, "dp_shard": 2, "ep": 4, **CP},
+    },
+}
 
 _experts = GptOssGroupedExperts.forward
 
@@ -78,6 +94,10 @@ class _Release(Release):
         "qwen3 MoE": ("qwen3", {"flavor": "debugmodel_moe"}, EXPERTS, 5e-3),
         "deepseek_v3": ("deepseek_v3", {}, EXPERTS, 5e-3),
         "gpt_oss": ("gpt_oss", {"attn_backend": "flex"}, EXPERTS, 5e-3),
+    }
+    models = {
+        name: (module, about, plans | BY_MODEL.get(name, {}), limit)
+        for name, (module, about, plans, limit) in models.items()
     }
     # Those that together reach everything; all of them are slow, or rows of the table.
     fast = {

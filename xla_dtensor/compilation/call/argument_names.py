@@ -7,6 +7,7 @@ from typing import Any
 
 from xla_dtensor.compilation.objects.global_state import STATE, text_of
 from xla_dtensor.compilation.objects.kinds import kind_of
+from xla_dtensor.tensors.of_form import is_ours
 
 
 def paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -36,6 +37,11 @@ def _visit(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, bo
         yield from _visit(place.label(key), part, seen)
 
 
+def _lying(value: Any) -> str:
+    """A tensor with the devices that it lies on, where nothing else tells it from another."""
+    return f"{text_of(value)} on {value._form.frame or 'the default device'}"
+
+
 def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]) -> str | None:
     """What differs between two calls, in words; None if nothing but numbers does.
 
@@ -49,7 +55,10 @@ def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]
         names, mine.key[1], other.key[1], mine.values, other.values, strict=False
     ):
         if own != theirs:
-            return f"{name}: from {text_of(before)} to {text_of(now)}"
+            texts = text_of(before), text_of(now)
+            if texts[0] == texts[1] and is_ours(now) and is_ours(before):
+                texts = _lying(before), _lying(now)
+            return f"{name}: from {texts[0]} to {texts[1]}"
     if mine.key[2] != other.key[2]:
         return "which of the arguments share memory"
     if mine.key[3] != other.key[3]:
