@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="for each side of a case")
     parser.add_argument("--kept", type=Path, help="a folder: what it has isn't made again")
     given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     lines = []
     for name in given.cases or CASES:
         case, plan = CASES[name]

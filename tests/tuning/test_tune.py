@@ -102,6 +102,14 @@ def test_it_says_what_it_left_out() -> None:
     assert "were not looked at" in str(found)
 
 
+def test_it_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="xla_dtensor"):
+        xd.tune(build(), batch(64), topology="cpu:8", top=1)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("xd.tune")]
+    assert [line[:21] for line in lines[:4]] == [f"xd.tune: mesh {i} of 4:" for i in range(1, 5)]
+    assert lines[4].startswith("xd.tune: XLA is asked for the best 1 of ") and not lines[5:]
+
+
 def test_the_same_twice() -> None:
     one, two = (xd.tune(build(), batch(64), topology="cpu:8", top=2) for _ in range(2))
     assert one.as_json() == two.as_json()

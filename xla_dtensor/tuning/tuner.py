@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import inspect
 import itertools
+import logging
 import math
 import os
 import time
@@ -40,6 +41,8 @@ from xla_dtensor.tuning.problem import Problem
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.timing import timed
 from xla_dtensor.tuning.trial import Trial, apart
+
+logger = logging.getLogger("xla_dtensor")
 
 Build = Callable[..., Callable[..., Any]]
 
@@ -174,11 +177,15 @@ def tune(
             if (not own or search.is_short(own[-1])) and search.divides(plain):
                 own += search.estimated(plain)
         found += own
+        best = min(own, key=Trial.rank, default=None)
+        what = "nothing" if best is None else best.configuration.describe()
+        logger.info("xd.tune: mesh %d of %d: %s", done + 1, len(wanted), what)
     if not found:
         raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
     search.check_pins()
     found = sorted(apart(found), key=Trial.rank)
     chosen = found[:top]
+    logger.info("xd.tune: XLA is asked for the best %d of %d", len(chosen), len(found))
     asked = search.compiled(chosen, lambda: time.monotonic() > deadline)
     left = len(chosen) - len(asked)
     if left:
