@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import interrupts, thread_state
-from xla_dtensor.base.ours import OurTensor
+from xla_dtensor.base.ours import OurTensor, is_ours
 from xla_dtensor.base.torch_private import (
     disable_function_of_subclasses,
     disabled_torch_function,
@@ -170,7 +170,7 @@ def of_class_of(moved: Any, parameter: Any) -> None:
     cls = shown_class(type(parameter))
     if isinstance(moved, cls) or cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return
-    if isinstance(moved, OurTensor):
+    if is_ours(moved):
         show_as(moved, cls)
     else:
         moved.__class__ = cls
