@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -53,9 +53,9 @@ def _seconds(step: Callable[..., Any], batch: tuple[Any, ...]) -> list[float]:
     """How long a few steps take."""
     times = []
     for _ in range(_STEPS + 2):  # the first two make state, and compile
-        begin = time.perf_counter()
+        begin = perf_counter()
         _wait(step(*batch))
-        times.append(time.perf_counter() - begin)
+        times.append(perf_counter() - begin)
     return times[2:]
 
 
