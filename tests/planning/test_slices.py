@@ -133,7 +133,7 @@ def test_the_network_runs_beside_the_links() -> None:
     lanes = {name: Lane((True,), V5E) for name in names[1:]}
     over = Slices(Torus(lanes), V5E, [0] * 4 + [1] * 4)
     inside, between = map(over.seconds, moved)
-    made = schedule(program, moved, over, V5E)
+    made = schedule(program, moved, over, V5E, {})
     assert made.exposed == {"inside": pytest.approx(inside), "recv": 0}  # behind the product
     table = rows(moved, [], over, made.exposed, over.numbers)
     assert [(row.dims, row.between_slices, row.slow_bytes) for row in table] == [

@@ -16,6 +16,17 @@ from xla_dtensor.tuning import Configuration, Tuned, tuner
 from xla_dtensor.tuning.picture import pareto
 
 
+def have_memory(monkeypatch: pytest.MonkeyPatch, nbytes: float) -> None:
+    """Simulated devices have so much, from now on."""
+    search = tuner._Search.__init__
+
+    def short(self: Any, *args: Any) -> None:
+        search(self, *args)
+        self._memory = nbytes
+
+    monkeypatch.setattr(tuner._Search, "__init__", short)
+
+
 def cut(own: Configuration, name: str) -> tuple[int | None, ...]:
     return tuple(own.parameters[name])
 
@@ -44,13 +55,7 @@ def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data parallelism becomes FSDP where a device has no memory for the whole."""
     whole = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
     needed = whole.trials[0].estimate.memory
-    search = tuner._Search.__init__
-
-    def short(self: Any, *args: Any) -> None:
-        search(self, *args)
-        self._memory = 0.8 * needed
-
-    monkeypatch.setattr(tuner._Search, "__init__", short)
+    have_memory(monkeypatch, 0.8 * needed)
     found = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
     own = found.best
     assert any(cut(own, f"layers.0.{part}.weight") != (None,) for part in ("up", "down"))
@@ -256,13 +261,7 @@ def test_microbatches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     plenty = xd.tune(in_parts, data, topology="cpu:8", dims=("dp",), top=0)
     assert {t.configuration.microbatches for t in plenty.trials} == {1}
     needed = plenty.trials[0].estimate.memory
-    search = tuner._Search.__init__
-
-    def short(self: Any, *args: Any) -> None:
-        search(self, *args)
-        self._memory = 0.6 * needed
-
-    monkeypatch.setattr(tuner._Search, "__init__", short)
+    have_memory(monkeypatch, 0.6 * needed)
     found = xd.tune(in_parts, data, topology="cpu:8", dims=("dp",), top=0, recompute=("nothing",))
     assert {t.configuration.microbatches for t in found.trials} == {1, 2, 4}
     best = found.best
@@ -287,13 +286,7 @@ def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     given: Any = {"topology": "cpu:8", "dims": ("dp",), "top": 0}
     plenty = xd.tune(training(attending), data, **given)
     assert [trial.configuration.recompute for trial in plenty.trials] == ["nothing"]
-    search = tuner._Search.__init__
-
-    def short(self: Any, *args: Any) -> None:
-        search(self, *args)
-        self._memory = 1.0
-
-    monkeypatch.setattr(tuner._Search, "__init__", short)
+    have_memory(monkeypatch, 1.0)
     found = xd.tune(training(attending), data, **given)
     memory: dict[str, float] = {}
     for trial in found.trials:
@@ -375,13 +368,7 @@ def test_what_is_kept_may_be_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     plenty = xd.tune(scanned, data, topology="cpu:8", dims=("dp",), top=0)
     assert {t.configuration.offload for t in plenty.trials} == {False}
     needed = plenty.trials[0].estimate.memory
-    search = tuner._Search.__init__
-
-    def short(self: Any, *args: Any) -> None:
-        search(self, *args)
-        self._memory = 0.8 * needed
-
-    monkeypatch.setattr(tuner._Search, "__init__", short)
+    have_memory(monkeypatch, 0.8 * needed)
     found = xd.tune(scanned, data, topology="cpu:8", dims=("dp",), top=0, recompute=("nothing",))
     trial = max((t for t in found.trials if t.configuration.offload), key=lambda t: t.memory)
     # Each device's rows of what the six layers take.

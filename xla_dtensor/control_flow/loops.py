@@ -21,7 +21,7 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.scan.autocasts import Autocast
 from xla_dtensor.control_flow.captured import CapturingFunction, captured_by
 from xla_dtensor.control_flow.differentiable import call
-from xla_dtensor.control_flow.results import NewResults, Results, Skeleton, as_tensor, refuse
+from xla_dtensor.control_flow.results import NewResults, Results, Skeleton, as_tensor, check_alike
 from xla_dtensor.control_flow.side_effects import Surroundings
 from xla_dtensor.errors import RandomNumbersError, UnsupportedOpError
 from xla_dtensor.jax_programs.values import words_of
@@ -47,8 +47,7 @@ def cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -
     flat, tree = Skeleton.apart(tuple(operands))
     bodies = _Bodies((true_fn, tree, flat), (false_fn, tree, flat))
     one, other = bodies.results
-    if one != other:
-        refuse("torch.cond: one branch returns", one, "the other", other)
+    check_alike("torch.cond: one branch returns", one, "the other", other)
 
     def program(run: _Run, pred: Any, flat: Any) -> Any:
         both = [lambda flat, f=f: run(f, flat) for f in (0, 1)]
@@ -64,11 +63,12 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
         carried, results = carried_inputs, NewResults()
         while cond_fn(*carried):
             carried = body_fn(*carried)
-            _check_body(carried, given)
+            found = tuple(carried) if isinstance(carried, list) else carried
+            _check_carried(Results.of(found), given)
         return results.of(carried, carried_inputs)
     flat, tree = Skeleton.apart(tuple(carried_inputs), numbers=True)
     bodies = _Bodies((cond_fn, tree, flat), (body_fn, tree, flat))
-    _check_body(bodies.results[1], given)
+    _check_carried(bodies.results[1], given)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*flat, *bodies.captured)):
         raise UnsupportedOpError(
             "while_loop of a tensor that requires grad: a loop whose number of runs nobody knows "
@@ -88,11 +88,8 @@ def while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any
     return given.put_together(bodies.as_one(program, flat))
 
 
-def _check_body(found: Any, given: Results) -> None:
-    if not isinstance(found, Results):
-        found = Results.of(tuple(found) if isinstance(found, list) else found)
-    if found != given:
-        refuse("while_loop: body_fn returns", found, "and what is carried is", given)
+def _check_carried(found: Results, given: Results) -> None:
+    check_alike("while_loop: body_fn returns", found, "and what is carried is", given)
 
 
 def scan(
@@ -135,8 +132,7 @@ def scan(
 
 
 def _check_carry(found: Results, given: Results) -> None:
-    if found != given:
-        refuse("scan: combine_fn returns a carry of", found, "and init is", given)
+    check_alike("scan: combine_fn returns a carry of", found, "and init is", given)
 
 
 def map_along(f: Function, xs: Any, *args: Any) -> Any:

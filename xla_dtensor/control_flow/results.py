@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -115,11 +115,13 @@ class Results:
         return str(self.put_together(texts)).replace("'", "")
 
 
-def refuse(first: str, one: Results, second: str, other: Results) -> NoReturn:
-    raise UnsupportedOpError(
-        f"{first} {one}, {second} {other}: both must be tensors of the same shapes and dtypes in "
-        f"the same structure{user_line()}"
-    )
+def check_alike(first: str, one: Results, second: str, other: Results) -> None:
+    """Raise unless both are of one structure, with tensors of the same shapes and dtypes."""
+    if one != other:
+        raise UnsupportedOpError(
+            f"{first} {one}, {second} {other}: both must be tensors of the same shapes and dtypes "
+            f"in the same structure{user_line()}"
+        )
 
 
 class NewResults:

@@ -45,9 +45,10 @@ def host_copies(program: HloText) -> dict[str, HostCopy]:
     fused = {name for how, name in calls if how == "calls"}
     for computation, members in every:
         times = program.runs.get(computation, 0)
-        around = program.by_name(computation)
-        moved = {} if computation in fused else {one.name: _moved(one, around) for one in members}
-        found |= {name: HostCopy(name, n, times) for name, n in moved.items() if n and times}
+        if times and computation not in fused and any(one.is_on_host for one in members):
+            around = program.by_name(computation)
+            moved = {one.name: _moved(one, around) for one in members}
+            found |= {name: HostCopy(name, n, times) for name, n in moved.items() if n}
     return found
 
 

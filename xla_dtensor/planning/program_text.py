@@ -61,6 +61,11 @@ class Instruction:
         return arrays(self.type)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether an array of its result is in the host's memory."""
+        return _ON_HOST in self.type
+
+    @property
     def op_name(self) -> str:
         """Where in the program it comes from, as JAX has named it; "" where nothing is known."""
         match = _OP_NAME.search(self.attributes)

@@ -15,7 +15,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.host_copies import HostCopy
@@ -95,7 +94,7 @@ def schedule(
     found: Sequence[HloCollective],
     over: Links,
     chip: Chip,
-    copies: Mapping[str, HostCopy] = MappingProxyType({}),
+    copies: Mapping[str, HostCopy],
 ) -> Schedule:
     """The schedule of a program.
 

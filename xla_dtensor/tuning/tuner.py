@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -128,8 +128,8 @@ def tune(
     for name in recompute:
         if name not in RECOMPUTED:
             raise ValueError(f"recompute={name!r}: it has {', '.join(RECOMPUTED)}")
-    taken = inspect.signature(build).parameters
-    takes_parts = "microbatches" in taken
+    takes = {"microbatches", "offload"} & {*inspect.signature(build).parameters}
+    takes_parts = "microbatches" in takes
     if microbatches is None:
         microbatches = _MICROBATCHES if takes_parts else (1,)
     if not microbatches or min(microbatches) < 1 or (max(microbatches) > 1 and not takes_parts):
@@ -150,7 +150,7 @@ def tune(
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes
-    search = _Search(build, tuple(batch), topology, pinned or {}, reserve)
+    search = _Search(build, takes, tuple(batch), topology, pinned or {}, reserve)
     found: list[Trial] = []
     notes: list[str] = []
     # What is left when the time is over has the most dims. Half of it is for estimates.
@@ -162,7 +162,7 @@ def tune(
             f"{dict(mesh or {})}, and divides the batch"
         )
     kinds = [name for name in RECOMPUTED if name in recompute]
-    offload = (False, True) if "offload" in taken else (False,)
+    offload = (False, True) if "offload" in takes else (False,)
     alternatives = [*itertools.product(sorted({*microbatches}), kinds, offload)]
     for done, (sizes, roles) in enumerate(wanted):
         if found and time.monotonic() > deadline - 30 * minutes:
@@ -200,13 +200,13 @@ class _Search:
     def __init__(
         self,
         build: Build,
+        takes: Set[str],
         batch: tuple[Any, ...],
         topology: str,
         pinned: Mapping[str, Mapping[str, int | None]],
         reserve: float,
     ) -> None:
-        self._build, self._batch, self._pinned = build, batch, pinned
-        self._takes = {"microbatches", "offload"} & {*inspect.signature(build).parameters}
+        self._build, self._takes, self._batch, self._pinned = build, takes, batch, pinned
         self._topology = topologies.topology(topology)
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
