@@ -48,6 +48,27 @@ def test_many_layers_are_as_many_kinds_as_few() -> None:
     assert sum(count for _, count in many.nodes) > 2 * sum(count for _, count in few.nodes)
 
 
+def test_what_a_loop_stacks_is_as_many_kinds_for_many_layers_as_for_few() -> None:
+    """80 parameters that one concatenation takes differ in their place alone; so do their
+    gradients, which are slices of one stack."""
+
+    def kinds(layers: int) -> int:
+        weights = [jnp.ones((DIM, DIM)) for _ in range(layers)]
+        x = jnp.ones((256, DIM))
+
+        def loss(weights: Any) -> Any:
+            stack = jnp.stack([w.T for w in weights])
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, stack)
+            return (y * y).sum()
+
+        jaxpr = jax.make_jaxpr(lambda: jax.grad(loss)(weights))().jaxpr
+        known = {v: (("dp",), ()) if v.aval.shape == x.shape else None for v in jaxpr.constvars}
+        required = [((), ("tp",)) for _ in jaxpr.outvars]
+        return len(choose(jaxpr, known, required, SIZES).graph.folds.nodes)
+
+    assert kinds(4) == kinds(9)
+
+
 def test_layers_of_other_sizes_are_other_kinds() -> None:
     equal, others = choice([32] * 3).graph.folds, choice([32, 64, 128]).graph.folds
     assert len(others.nodes) > len(equal.nodes)

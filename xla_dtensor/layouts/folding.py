@@ -72,6 +72,7 @@ class _Colours:
         self._moved = {v: (times, nbytes_of(v.aval)) for v, times in self._times.items()}
         self._of_group = _numbers([_of_group(group) for group in self._groups])
         self._of_node = _numbers([_of_node(node) for node in nodes])
+        self._roles = [_roles(node) for node in nodes]
         self._of_value: dict[Any, Any] = {**self._moved}
 
     def refine(self) -> bool:
@@ -80,14 +81,16 @@ class _Colours:
         self._of_node = self._seen_from_nodes()
         users: dict[Any, Counter[Hashable]] = {v: Counter() for v in self._times}
         around: list[Counter[Hashable]] = [Counter() for _ in self._groups]
-        for node, own in zip(self._nodes, self._of_node, strict=True):
-            for place, v in enumerate(node.operands):
+        for node, own, (wanted, given) in zip(
+            self._nodes, self._of_node, self._roles, strict=True
+        ):
+            for role, v in zip(wanted, node.operands, strict=True):
                 if v is not None:
-                    users[v][own, place] += 1
-                    around[self._group[v]][own, place, self._of_value[v]] += 1
-            for place, v in enumerate(node.results):
+                    users[v][own, role] += 1
+                    around[self._group[v]][own, role, self._of_value[v]] += 1
+            for role, v in zip(given, node.results, strict=True):
                 if v is not None:
-                    around[self._group[v]][own, place] += 1
+                    around[self._group[v]][own, role] += 1
         seen = [(self._moved[v], frozenset(own.items())) for v, own in users.items()]
         self._of_value = dict(zip(users, _numbers(seen), strict=True))
         pairs = zip(self._of_group, around, strict=True)
@@ -151,6 +154,17 @@ def _of_node(node: Node) -> Hashable:
         tuple(map(_of_factor, node.factors)),
         tuple(0 if v is None else nbytes_of(v.aval) for v in node.results),
     )
+
+
+def _roles(node: Node) -> tuple[list[Hashable], list[Hashable]]:
+    """What a node does with each operand, and with each result: which dim of it each factor cuts.
+    The parameters that a loop over layers stacks all have the same one."""
+
+    def roles(values: Sequence[Any], dims: Sequence[Mapping[int, int]]) -> list[Hashable]:
+        return [tuple([of.get(i) for of in dims]) for i in range(len(values))]
+
+    operands = roles(node.operands, [factor.operands for factor in node.factors])
+    return operands, roles(node.results, [factor.results for factor in node.factors])
 
 
 def _of_factor(factor: Factor) -> Hashable:

@@ -230,11 +230,15 @@ class AxisChoice:
                 moved = exchanged(option, results[0], nbytes, self._axis.size)
                 each = toll([(self._axis.size, self._axis.inside)])
                 costs[i] += self._axis.prices.of(("collective-permute", moved), each)
-        folds, ends = self._graph.folds, []
+        folds, ends = self._graph.folds, list[_End]()
+        seen: set[Any] = set()
         for i, group in enumerate(operands):
             if group is not None:
                 value = folds.kind_of_value[node.operands[i]]
-                states = [option.operands.get(i) for option in options]
+                states = tuple([option.operands.get(i) for option in options])
+                if (value, states) in seen:
+                    continue  # of equal parameters that a loop stacks one stands for all
+                seen.add((value, states))
                 nbytes = self._axis.moved_bytes(kind, False, i)
                 ends.append(_End(group, states, nbytes, folds.values[value], value))
         for i, group in enumerate(results):
