@@ -81,9 +81,7 @@ class _Colours:
         self._of_node = self._seen_from_nodes()
         users: dict[Any, Counter[Hashable]] = {v: Counter() for v in self._times}
         around: list[Counter[Hashable]] = [Counter() for _ in self._groups]
-        for node, own, (wanted, given) in zip(
-            self._nodes, self._of_node, self._roles, strict=True
-        ):
+        for node, own, (wanted, given) in zip(self._nodes, self._of_node, self._roles, strict=True):
             for role, v in zip(wanted, node.operands, strict=True):
                 if v is not None:
                     users[v][own, role] += 1

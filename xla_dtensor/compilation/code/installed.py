@@ -27,7 +27,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from xla_dtensor.base.source_line import STDLIB, is_users
@@ -105,7 +105,8 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
         profiler = _Profile(subcalls=False, builtins=False)
         profiler.enable()
         try:
-            yield True
+            with _without_collections(profiler.disable, profiler.enable):
+                yield True
         finally:
             profiler.disable()
             ran = (entry.code for entry in profiler.getstats())
@@ -119,10 +120,10 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
     if tool is None:
         yield False
         return
-    thread = threading.get_ident()
+    thread, collects = threading.get_ident(), threading.Event()
 
     def started(code: types.CodeType, offset: int) -> Any:
-        if threading.get_ident() != thread:
+        if threading.get_ident() != thread or collects.is_set():
             return None
         codes.add(code)
         return monitoring.DISABLE  # once is enough, so that it costs next to nothing
@@ -134,11 +135,40 @@ def _noting(codes: set[types.CodeType]) -> Iterator[bool]:
             monitoring.register_callback(tool, event, started)
         monitoring.restart_events()  # what an earlier recording has disabled
         monitoring.set_events(tool, monitoring.events.PY_START | monitoring.events.PY_RESUME)
-        yield True
+        with _without_collections(collects.set, collects.clear):
+            yield True
     finally:
         if monitoring.get_tool(tool) == _NAME:
             monitoring.set_events(tool, 0)
             monitoring.free_tool_id(tool)
+
+
+@contextlib.contextmanager
+def _without_collections(
+    pause: Callable[[], object], go_on: Callable[[], object]
+) -> Iterator[None]:
+    """A block in which this thread's garbage collections are between ``pause()`` and ``go_on()``.
+
+    They come at any moment, and what they call isn't the step's: whose ``gc.callbacks`` count them
+    would find each counted twice, when it happens and as what the step does in each call.
+    """
+    thread = threading.get_ident()
+
+    def first(phase: str, info: object) -> None:
+        if phase == "start" and threading.get_ident() == thread:
+            pause()
+
+    def last(phase: str, info: object) -> None:
+        if phase == "stop" and threading.get_ident() == thread:
+            go_on()
+
+    gc.callbacks.insert(0, first)
+    gc.callbacks.append(last)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(first)
+        gc.callbacks.remove(last)
 
 
 def users_code(codes: Set[types.CodeType]) -> set[types.CodeType]:
