@@ -140,7 +140,7 @@ def check(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -
             torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(WORK))
 def test_as_one_thread(mesh_2x4: DeviceMesh, name: str, switch_interval: None) -> None:
     def place(value: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def test_all_kinds_at_once(mesh_2x4: DeviceMesh, switch_interval: None) -> None:
     check(in_threads(lambda i: kinds[i](i, place)), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["sharded", "fully_shard", "per device"])
 def test_training(mesh_2x4: DeviceMesh, kind: str, switch_interval: None) -> None:
     mesh = xd.init_device_mesh("xla", (4,), mesh_dim_names=("dp",))

@@ -129,6 +129,7 @@ def with_torch(depth: int, steps: int = 3) -> list[Any]:
 LAYOUTS = [on_one_device, replicated, sharded, fully_sharded]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("how", "layout"),
     [
@@ -161,7 +162,7 @@ def gradients(how: str, p: float = 0.0) -> list[torch.Tensor]:
     return [value(t) for t in (again, x.grad, scale.grad, *(q.grad for q in layers.parameters()))]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("how", "p"), [("scan", 0.0), ("scan", 0.4), ("kept", 0.4), ("kept and offloaded", 0.4)]
 )

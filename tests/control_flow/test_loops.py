@@ -195,6 +195,7 @@ print(carry.tolist(), ys.tolist(), sums.tolist())
 """
 
 
+@pytest.mark.slow
 def test_torch_compiles_loops_on_the_cpu_after_a_step() -> None:
     """torch._dynamo was imported by the first trace, and noted wrong things of torch."""
     found = subprocess.run(
@@ -309,6 +310,7 @@ def test_autocast_holds_in_a_body() -> None:
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["plain", "batch", "both", "fully_shard"])
 def test_a_module_trains(layout: str) -> None:
     """Parameters that branches and bodies have captured get their gradients, in one step."""

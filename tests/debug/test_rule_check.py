@@ -302,6 +302,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     names = ("--names", "relu,scatter_add", "--mesh", "2x2", "--layouts", "2", "--json", str(out))

@@ -115,6 +115,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("value", "loaded"), [("", False), ("0", False), ("1", True)])
 def test_torch_loads_it_when_asked(installed: Path, value: str, loaded: bool) -> None:
     code = (
@@ -127,12 +128,14 @@ def test_torch_loads_it_when_asked(installed: Path, value: str, loaded: bool) ->
     assert found.stdout.split() == (["True", "xla"] if loaded else ["False", "None"])
 
 
+@pytest.mark.slow
 def test_what_torch_has_loaded_computes(installed: Path) -> None:
     code = "import torch\nprint((torch.ones(3, device='xla') + 1).tolist())"
     found = run(code, installed, XLA_DTENSOR_AUTOLOAD="1", JAX_PLATFORMS="cpu")
     assert found.stdout.strip() == "[2.0, 2.0, 2.0]", found.stderr
 
 
+@pytest.mark.slow
 def test_the_package_first(installed: Path) -> None:
     """Then torch's import calls back while the package is half imported."""
     code = "import xla_dtensor as xd\nprint(xd.compile.__name__)"

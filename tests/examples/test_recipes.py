@@ -54,7 +54,7 @@ def test_there_is_one_for_each_way() -> None:
         assert f"recipes/{name}.py" in index
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses(name: str) -> None:
     recipe = load(name)

@@ -94,6 +94,7 @@ def test_what_ran_before_changes_no_program() -> None:
     assert draw(93).told() == before
 
 
+@pytest.mark.slow
 def test_everything_is_drawn() -> None:
     """Each family of operations, mesh and kind of layout, in few programs."""
     programs = [draw(seed) for seed in range(120)]
@@ -234,6 +235,7 @@ def test_lines_say_what_they_make() -> None:
     assert made("v1[0, :] = v2") == made("v1.add_(v2)") == made("torch.add(v0, v1, out=v2)") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("strict", marks=pytest.mark.slow), "compiled"])
 def test_the_script_runs_by_itself(way: str, tmp_path: Path) -> None:
     steps = (

@@ -57,6 +57,7 @@ def test_ranks_are_devices(name: str, four_devices: None) -> None:
     CASES[name].body()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", chosen(THREADS))
 def test_ranks_are_threads(name: str) -> None:
     def body() -> None:

@@ -344,6 +344,7 @@ def test_rms_norm_of_other_shapes_says_what_torch_says(
         F.rms_norm(own, shape, on_mesh)
 
 
+@pytest.mark.slow
 def test_rms_norm_gradcheck_twice() -> None:
     x = torch.randn(2, 3, dtype=torch.float64, device="xla", requires_grad=True)
     weight = torch.randn(3, dtype=torch.float64, device="xla", requires_grad=True)

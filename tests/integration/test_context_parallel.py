@@ -67,6 +67,7 @@ def attend(**options: Any) -> Any:
     return step
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -127,6 +128,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["head and tail", "by document", "none"])
 def test_balancers_of_the_newer_functions(name: str) -> None:
     """Modules with torch's hooks; whoever deals the positions out, causal means by their number."""

@@ -281,6 +281,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_other_devices_keep_torchs() -> None:
     """Also where the names were imported before the package."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", _OTHERS], check=True)

@@ -57,6 +57,7 @@ def _nobody_is_left_watching() -> Any:
 ALL_TO_ALL = ("s0-s1", "s1-s0", "add")
 
 
+@pytest.mark.slow
 def test_counts_are_torchs() -> None:
     """Those that a torch process counts on a CPU mesh of eight."""
     done = subprocess.run(

@@ -28,15 +28,16 @@ def module(request):
     return torch.xla if request.param == "torch.xla" else torch.accelerator
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_else():
-    """What other tests have left in caches goes before, and not in the middle."""
+    """What other tests have left in caches goes before, and not in the middle: a collection of all
+    that a worker has, seconds, so it is for tests of memory alone."""
     xd.debug.clear_caches()
     gc.collect()
 
 
 @pytest.mark.one_in(2)
-def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
+def test_memory_is_that_of_the_fullest_device(nothing_else, module, mesh_2x4):
     torch.xla.synchronize()  # what waits keeps its inputs alive
     gc.collect()
     before = module.memory_allocated()
@@ -58,7 +59,7 @@ def test_memory_is_that_of_the_fullest_device(module, mesh_2x4):
 
 
 @pytest.mark.one_in(2)
-def test_the_peak_stays_until_it_is_reset(module):
+def test_the_peak_stays_until_it_is_reset(nothing_else, module):
     gc.collect()
     module.reset_peak_memory_stats()
     before = module.max_memory_allocated()
@@ -219,6 +220,7 @@ def test_pinning_copies():
         on_device.pin_memory()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_pins(workers):
     data = TensorDataset(torch.arange(8.0), torch.arange(8))
@@ -286,6 +288,7 @@ assert torch.equal(found, torch.tensor([[[1.0, 1.0]], [[-1.0, -1.0]]])), found
 """
 
 
+@pytest.mark.slow
 def test_workers_may_train_on_the_cpu():
     """accelerate's ``notebook_launcher`` forks, too, after the devices were used. In a process of
     its own: once there were gradients on a device, torch refuses it (its engine has threads)."""

@@ -89,6 +89,7 @@ def test_devices_are_simulated_and_one_line_says_so() -> None:
     assert result.stderr == "xla_dtensor: using 8 simulated CPU devices\n"
 
 
+@pytest.mark.slow
 def test_no_line_for_one_device() -> None:
     result = run("import torch, xla_dtensor as xd\nxd.init_device_mesh('xla', (1,))")
     assert (result.returncode, result.stderr) == (0, "")
@@ -146,6 +147,7 @@ def test_more_threads_than_devices_whoever_starts_jax_first() -> None:
     assert out == "64"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "level", [None, pytest.param("1", marks=pytest.mark.slow)], ids=["quiet", "asked"]
 )
@@ -164,6 +166,7 @@ def test_xlas_own_warnings(level: str | None) -> None:
     assert ("full rematerialization" in result.stderr) is (level is not None)
 
 
+@pytest.mark.slow
 def test_a_rule_by_an_ops_name_before_the_first_mesh() -> None:
     """Where an op is defined there is no mesh yet."""
     code = (
@@ -187,6 +190,7 @@ def test_optimizers_update_lists_before_there_is_a_mesh() -> None:
     assert output(code) == "(False, True) (False, False)"
 
 
+@pytest.mark.slow
 def test_optimizers_that_are_scripted_when_they_are_imported() -> None:
     """TorchScript takes torch's own formulas, not what they are wrapped in."""
     code = (
@@ -207,6 +211,7 @@ GPU = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("first", "flags", "warns"),
     [

@@ -99,6 +99,7 @@ def test_what_was_sharded_stays_sharded_on_xla(mesh_2x4):
         assert torch.equal(loaded.full_tensor().cpu(), x.full_tensor().cpu())
 
 
+@pytest.mark.slow
 def test_a_file_of_more_devices_loads_on_the_cpu(mesh_2x4, tmp_path):
     x = xd.distribute_tensor(torch.ones(8, 4), mesh_2x4, [xd.Shard(0), xd.Shard(1)])
     path = str(tmp_path / "x.pt")

@@ -116,6 +116,7 @@ def _mismatches(expected: list[Dump], main: Callable[[Oracle], None]) -> list[st
     return compare(expected, run_xla(main, len(expected)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SCENARIOS]
 )
@@ -226,6 +227,7 @@ def test_a_missing_name_and_a_missing_rank_are_reported() -> None:
     assert compare(_made_up(), dumps[:1]) == ["2 ranks expected, got 1"]
 
 
+@pytest.mark.slow
 def test_exchanged_ranks_are_reported(torchrun: Launches) -> None:
     dumps = torchrun.scenario("collective_all_reduce")
     problems = compare(dumps, dumps[1:] + dumps[:1])

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), CASES)
 def test_scenario(torchrun: Launches, folder: Path, name: str, count: int) -> None:  # noqa: F811
     size = scenario(name).WORLD_SIZE

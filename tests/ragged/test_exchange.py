@@ -74,7 +74,7 @@ def placed(values: torch.Tensor, mesh: Any) -> Any:
     return xd.from_device_values(list(values), mesh)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "compiled", "checkpoint"])
 @pytest.mark.parametrize("function", [titan, megatron, transformers], ids=lambda f: f.__name__)
 def test_as_libraries_write_it(function: Any, way: str, mesh: Any) -> None:
@@ -210,6 +210,7 @@ def arriving(x: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_is_behind_the_rows_never_shows(compiled: bool, mesh: Any) -> None:
     x, ids = inputs()[0], IDS["drawn"]

@@ -100,6 +100,7 @@ def test_random_numbers_are_the_same(run: Run, compiles: Callable[[], int]) -> N
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] and not found[1][1]
 
 
+@pytest.mark.slow
 def test_other_numbers_and_shapes(run: Run, compiles: Callable[[], int]) -> None:
     """Numbers are inputs; what differs in a shape, a dtype or a constant is another program."""
     run()
@@ -118,7 +119,7 @@ def test_other_numbers_and_shapes(run: Run, compiles: Callable[[], int]) -> None
     assert (x * 5 + 2).sum(0, keepdim=True).relu().sum().item() and compiles()  # ends elsewhere
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "change",
     [
@@ -146,6 +147,7 @@ def test_another_environment_finds_none(
         environment.forget()
 
 
+@pytest.mark.slow
 def test_settings_of_jax_make_other_programs(run: Run) -> None:
     first, compiled = run()
     with jax.default_matmul_precision("float32"):
@@ -207,6 +209,7 @@ print(environment.words(xd.to_jax(torch.ones(3, device="xla")).device))
 """
 
 
+@pytest.mark.slow
 def test_flags_that_are_no_longer_in_the_variable() -> None:
     """A script takes them out of the environment of what it starts; XLA has read them."""
     found = set()
@@ -223,6 +226,7 @@ def test_flags_that_are_no_longer_in_the_variable() -> None:
     assert len(found) == 2 and all(len(words) == 64 for words in found)
 
 
+@pytest.mark.slow
 def test_a_lowering_of_the_users_own_is_compiled(run: Run, compiles: Callable[[], int]) -> None:
     """What it does is known to this process alone."""
     name = "kept_programs::scaled"
@@ -257,6 +261,7 @@ def test_spoilt_files(run: Run, folder: Path) -> None:
     assert run() == (first, 0)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +294,7 @@ print(json.dumps([work("xla"), count[0], inverse("xla")]))
 """
 
 
+@pytest.mark.slow
 def test_other_processes(tmp_path: Path) -> None:
     """Two at once, and one after them."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}

@@ -102,6 +102,7 @@ def test_devices_are_not_asked_for_before(of_one: tuple[Path, list[str]]) -> Non
     assert said(output) == (losses, "0")
 
 
+@pytest.mark.slow
 def test_a_process_that_has_waited_for_it(of_one: tuple[Path, list[str]]) -> None:
     """A warm pool's: it has started the devices before it knows what to train."""
     path, losses = of_one

@@ -287,6 +287,7 @@ def test_save_and_load(
     assert torch.equal(pickle.loads(pickle.dumps(x)).cpu(), value)
 
 
+@pytest.mark.slow
 def test_load_in_a_fresh_process(mesh_2x4: DeviceMesh, tmp_path: object) -> None:
     """On a submesh; nothing but xla_dtensor is imported there."""
     mesh = mesh_2x4["tp", "dp"]

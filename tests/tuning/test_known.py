@@ -73,6 +73,7 @@ def test_long_sequences_are_cut() -> None:
     assert best.mesh["cp"] > 1
 
 
+@pytest.mark.slow
 def test_experts_are_on_an_axis() -> None:
     """Tokens are less than the experts that they go to."""
 

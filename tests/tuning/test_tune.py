@@ -31,6 +31,7 @@ def cut(own: Configuration, name: str) -> tuple[int | None, ...]:
     return tuple(own.parameters[name])
 
 
+@pytest.mark.slow
 def test_many_rows_keep_parameters_whole() -> None:
     """A step of few parameters and much data moves gradients alone."""
     found = xd.tune(build(), batch(4096), topology="cpu:8", top=1)
@@ -51,6 +52,7 @@ def test_few_rows_cut_products() -> None:
     assert cut(own, "layers.0.up.bias") == (0,) and cut(own, "layers.0.down.bias") == (None,)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data parallelism becomes FSDP where a device has no memory for the whole."""
     whole = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
@@ -107,6 +109,7 @@ def test_it_says_what_it_left_out() -> None:
     assert "were not looked at" in str(found)
 
 
+@pytest.mark.slow
 def test_it_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="xla_dtensor"):
         xd.tune(build(), batch(64), topology="cpu:8", top=1)
@@ -115,6 +118,7 @@ def test_it_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert lines[4].startswith("xd.tune: XLA is asked for the best 1 of ") and not lines[5:]
 
 
+@pytest.mark.slow
 def test_the_same_twice() -> None:
     one, two = (xd.tune(build(), batch(64), topology="cpu:8", top=2) for _ in range(2))
     assert one.as_json() == two.as_json()
@@ -256,6 +260,7 @@ def in_parts(parallelize: Any, microbatches: int) -> Any:
     return step
 
 
+@pytest.mark.slow
 def test_microbatches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     data = batch(4096)
     plenty = xd.tune(in_parts, data, topology="cpu:8", dims=("dp",), top=0)
@@ -275,6 +280,7 @@ def test_microbatches_save_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(loss, expected(*data), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short, before whole layers are; the estimate of memory is between both."""
 

@@ -235,12 +235,12 @@ class AxisChoice:
         for i, group in enumerate(operands):
             if group is not None:
                 value = folds.kind_of_value[node.operands[i]]
-                states = tuple([option.operands.get(i) for option in options])
-                if (value, states) in seen:
+                takes = tuple([option.operands.get(i) for option in options])
+                if (value, takes) in seen:
                     continue  # of equal parameters that a loop stacks one stands for all
-                seen.add((value, states))
+                seen.add((value, takes))
                 nbytes = self._axis.moved_bytes(kind, False, i)
-                ends.append(_End(group, states, nbytes, folds.values[value], value))
+                ends.append(_End(group, takes, nbytes, folds.values[value], value))
         for i, group in enumerate(results):
             if group is not None:
                 nbytes, others = self._axis.moved_bytes(kind, True, i), self._axis.others(kind, i)
