@@ -14,6 +14,7 @@ from pods.sizes import Sizes, rope_angles
 from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning.collectives import collective_traffic, collectives
 from xla_dtensor.planning.flops import flops
+from xla_dtensor.planning.host_copies import host_copies
 from xla_dtensor.planning.links import links
 from xla_dtensor.planning.memory import of_compiled
 from xla_dtensor.planning.program_text import HloText
@@ -53,7 +54,7 @@ def in_time(text: str, mesh: jax.sharding.Mesh, chip: Any) -> dict[str, Any]:
     program, devices = HloText(text), list(mesh.devices.flat)
     found = collectives(program, mesh.devices.shape, mesh.axis_names, devices)
     over, apart = links(chip, mesh.devices, mesh.axis_names), domains(devices)
-    order = schedule(program, found, over, chip)
+    order = schedule(program, found, over, chip, host_copies(program))
     table = rows(found, [], over, order.exposed, apart if len(set(apart)) > 1 else [])
     return {
         "slow": sum(row.slow_bytes for row in table),
