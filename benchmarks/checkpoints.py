@@ -7,6 +7,7 @@ simulated devices the model itself is in that memory, too.
 """
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -107,10 +108,10 @@ def main() -> None:
             peaks[name].append(peak)
     base = statistics.median(rates["dd, conv=fsync"])
     for name in writes:
-        rate, peak = statistics.median(rates[name]), statistics.median(peaks[name])
+        rate, most = statistics.median(rates[name]), statistics.median(peaks[name])
         print(
             f"{name:34} {rate:7.0f} MB/s  {100 * rate / base:4.0f} % of dd"
-            f"  peak {peak / 2**20:6.0f} MiB, {peak / each:5.2f} of a tensor",
+            f"  peak {most / 2**20:6.0f} MiB, {most / each:5.2f} of a tensor",
             flush=True,
         )
 
@@ -123,7 +124,7 @@ def main() -> None:
             for tensor in other.values():
                 tensor.zero_()
             torch.xla.synchronize()
-            seconds, peak = measured(lambda other=other: load(other))
+            seconds, peak = measured(functools.partial(load, other))
             print(
                 f"{name + ', ' + where:34} {total / 1e6 / seconds:7.0f} MB/s"
                 f"  {'':11}  peak {peak / 2**20:6.0f} MiB, {peak / each:5.2f} of a tensor",
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

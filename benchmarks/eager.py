@@ -146,7 +146,7 @@ def bind(function: Callable[..., Any], arguments: list[Any]) -> Callable[[], Any
 
 def check(op: Op, calls: list[Callable[[], Any] | None]) -> None:
     """The three must compute the same, or their times say nothing."""
-    values = [None if call is None else call() for call in calls]
+    values: list[Any] = [None if call is None else call() for call in calls]
     expected = values[1].full_tensor().detach()
     torch.testing.assert_close(values[0].detach().cpu(), expected, rtol=1e-4, atol=1e-4)
     if values[2] is not None:

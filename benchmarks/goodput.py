@@ -11,6 +11,7 @@ take a second; losses and samples of all are compared with CPU torch's.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -35,6 +36,17 @@ def starts(folder: Path) -> list[list[float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def has_come_to(step: int, logged: list[list[Any]]) -> bool:
+    """Whether a process has finished so many steps."""
+    return max(own[0] for own in logged) >= step
+
+
+def has_gone_on(folder: Path, known: int, logged: list[list[Any]]) -> bool:
+    """Whether there was another start than those known, and a step after it."""
+    own = starts(folder)
+    return len(own) > known and logged[-1][4] > own[known][2]
+
+
 def run(folder: Path, count: int, kills: int, steps: int, seed: int) -> dict[str, Any]:
     choose = random.Random(seed)
     lost: list[int] = []
@@ -52,15 +64,12 @@ def run(folder: Path, count: int, kills: int, steps: int, seed: int) -> dict[str
             # So that kills are spread over the steps that are left, wherever these are by then.
             at = max(step[0] for step in hosts.steps())
             target = at + max((steps - at) // (kills - number + 1), 1)
-            hosts.wait_for(lambda logged, to=target: max(s[0] for s in logged) >= to, 600)
+            hosts.wait_for(functools.partial(has_come_to, target), 600)
             time.sleep(choose.random() * 0.5)
             victim, kind = choose.choice(names), ("host", "process")[number % 2]
             logged, known, killed = len(hosts.steps()), len(starts(folder)), time.time()
             (hosts.lose if kind == "host" else hosts.kill_process)(victim)
-            hosts.wait_for(
-                lambda log, n=known: len(starts(folder)) > n and log[-1][4] > starts(folder)[n][2],
-                600,
-            )
+            hosts.wait_for(functools.partial(has_gone_on, folder, known), 600)
             first = starts(folder)[known]
             step = next(s for s in hosts.steps()[logged:] if s[4] > first[2])
             reached = max(s[0] for s in hosts.steps() if s[4] <= killed + 1) + 1

@@ -93,7 +93,11 @@ def main() -> None:
     parser.add_argument("--side", choices=("ours", "jax"), action="append")
     given = parser.parse_args()
     mesh = {name: int(n) for name, _, n in (d.partition("=") for d in given.mesh.split(","))}
-    own = {"batch": given.batch, "loop": given.loop, "sequence_parallel": given.sequence_parallel}
+    own: dict[str, Any] = {
+        "batch": given.batch,
+        "loop": given.loop,
+        "sequence_parallel": given.sequence_parallel,
+    }
     sizes = Sizes(**MODELS[given.model], **own)
     if given.layers is not None:
         sizes = dataclasses.replace(sizes, layers=given.layers)

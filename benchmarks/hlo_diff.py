@@ -69,15 +69,15 @@ def main() -> None:
         ours, theirs = found["torch"].get(key, []), found["jax"].get(key, [])
         if len(ours) != len(theirs):
             print(f"\n{key[0]} {key[1]}: torch {len(ours)}, jax {len(theirs)}")
-            for side, names in (("torch", ours), ("jax", theirs)):
-                for name, count in Counter(names).items():
-                    print(textwrap.shorten(f"  {side} {count} x {name}", 200))
+            for of, names in (("torch", ours), ("jax", theirs)):
+                for what, count in Counter(names).items():
+                    print(textwrap.shorten(f"  {of} {count} x {what}", 200))
     counts = {name: instructions(text) for name, text in texts.items()}
     print()
     for op in sorted({*counts["torch"], *counts["jax"]}):
-        ours, theirs = counts["torch"][op], counts["jax"][op]
-        if options.all or ours != theirs:
-            print(f"{op:28} torch {ours:6} jax {theirs:6}")
+        in_torch, in_jax = counts["torch"][op], counts["jax"][op]
+        if options.all or in_torch != in_jax:
+            print(f"{op:28} torch {in_torch:6} jax {in_jax:6}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -70,7 +70,7 @@ class Branches(nn.ModuleList):
     """
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return sum(module(x, y) for module in self) / len(self)  # type: ignore[return-value]
+        return sum(module(x, y) for module in self) / len(self)
 
 
 def make_model() -> nn.Module:
@@ -156,7 +156,8 @@ class JaxSide:
             lists = [jax.tree.leaves(part) for part in (params, grads, means, squares)]
             counts = [count + 1 for count in counts]
             of_each = counts if len(counts) > 1 else counts * len(lists[0])
-            updated = [adamw(*parts, lr) for parts in zip(*lists, of_each, strict=True)]
+            every = zip(*lists, of_each, strict=True)
+            updated = [adamw(p, g, mean, square, n, lr) for p, g, mean, square, n in every]
             form = jax.tree.structure(params)
             parts = [jax.tree.unflatten(form, part) for part in zip(*updated, strict=True)]
             return (*parts, counts), loss
@@ -372,7 +373,7 @@ def measure(devices: int, rounds: int, batch: int) -> dict[str, Any]:
         taken, loss = timed(side.call)
         jax_first = jax_first or taken.wall
         check(name, [float(loss), *more_losses(side, [loss])], expected)
-    sides = {"xla_dtensor": ours, **jax_sides}
+    sides: dict[str, Any] = {"xla_dtensor": ours, **jax_sides}
     arrays = {name: side.arrays() for name, side in sides.items()}
     sides["the executable alone"] = BareSide(ours.program())
     times, checks = take_turns(sides, ours, rounds, batch)
@@ -430,8 +431,8 @@ def check(name: str, losses: list[float], expected: list[float]) -> None:
 def markdown(results: list[dict[str, Any]]) -> str:
     rows: list[list[str]] = []
 
-    def row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
-        rows.append([label, *map(cell, results)])
+    def row(label: str, cells: Iterable[str]) -> None:
+        rows.append([label, *cells])
 
     def ms(times: dict[str, dict[str, float]]) -> str:
         return ", ".join(
@@ -439,22 +440,22 @@ def markdown(results: list[dict[str, Any]]) -> str:
             for clock in CLOCKS
         )
 
-    def over(name: str) -> Callable[[dict[str, Any]], str]:
-        return lambda r: ", ".join(f"{r['ratios'][name][c]['median']:.2f}" for c in CLOCKS)
+    def over(ratios: dict[str, dict[str, float]]) -> str:
+        return ", ".join(f"{ratios[clock]['median']:.2f}" for clock in CLOCKS)
 
     heads = [f"{r['devices']} device{'s' if r['devices'] > 1 else ''}" for r in results]
     for name in results[0]["times"]:
-        row(f"{name}, ms", lambda r, name=name: ms(r["times"][name]))
+        row(f"{name}, ms", (ms(r["times"][name]) for r in results))
     for name in results[0]["checks"]:
-        row(f"the checks alone, {name}, ms", lambda r, name=name: ms(r["checks"][name]))
+        row(f"the checks alone, {name}, ms", (ms(r["checks"][name]) for r in results))
     for name in results[0]["ratios"]:
-        row(f"xla_dtensor over {name}", over(name))
+        row(f"xla_dtensor over {name}", (over(r["ratios"][name]) for r in results))
     for i, which in enumerate(("first", "second", "third")):
-        row(f"{which} call", lambda r, i=i: first_call(r["first calls"][i]))
-    row("first call of jax.jit", lambda r: f"{r['first call of jax.jit']:.2f} s")
-    row("traces while timed", lambda r: str(r["traces while timed"]))
+        row(f"{which} call", (first_call(r["first calls"][i]) for r in results))
+    row("first call of jax.jit", (f"{r['first call of jax.jit']:.2f} s" for r in results))
+    row("traces while timed", (str(r["traces while timed"]) for r in results))
     for name in results[0]["arrays"]:
-        row(f"arrays in, out: {name}", lambda r, name=name: "{}, {}".format(*r["arrays"][name]))
+        row(f"arrays in, out: {name}", ("{}, {}".format(*r["arrays"][name]) for r in results))
     title = f"median (10th percentile); {', '.join(CLOCKS)} time"
     lines = [[title, *heads], ["---", *("---:" for _ in heads)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -46,7 +46,7 @@ def modules() -> dict[str, Callable[[], tuple[Any, Any]]]:
             return self.second(Round.apply(y) + (y.abs().floor() - y).detach())
 
     class LSTM(nn.LSTM):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = super().forward(x)[0]
             return out
 

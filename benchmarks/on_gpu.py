@@ -300,7 +300,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.one:
         options = {name: json.loads(v) for name, _, v in (o.partition("=") for o in given.option)}
-        found = measured(*given.one, given.tiny, given.device, given.rounds, options)
+        name, side = given.one
+        found = measured(name, side, given.tiny, given.device, given.rounds, options)
         print(json.dumps(found))
         return
     heads = "program, side, step ms, unread ms, first call s, second s, peak GiB, losses off"

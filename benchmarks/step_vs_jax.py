@@ -7,6 +7,7 @@ baseline by itself.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -67,6 +68,7 @@ class JaxSide:
         kept = model.state_dict().keys()  # not tables, which the other side makes itself
         buffers = {name: narrow(b.numpy()) for name, b in model.named_buffers() if name in kept}
         self.mesh = mesh
+        self.train_step: Any
         self.state, self.train_step = training.start(params, buffers)
         where = NamedSharding(mesh, case.batch_spec)
         self.batches = [
@@ -127,7 +129,7 @@ def step_times(
     for i in range(rounds):
         for name in list(sides)[:: 1 if i % 2 else -1]:
             begin = time.process_time()
-            times[name].append(seconds(lambda name=name, i=i: sides[name].step(i)))
+            times[name].append(seconds(functools.partial(sides[name].step, i)))
             cpu[name].append(time.process_time() - begin)
     return times, cpu
 

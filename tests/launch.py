@@ -122,7 +122,7 @@ class Processes:
             process = subprocess.Popen(
                 [*before, sys.executable, *command],
                 cwd=ROOT,
-                env=clean_environment() | own,
+                env={**clean_environment(), **own},
                 stdout=write,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -192,11 +192,12 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
         given = said(jnp.einsum("ebcf,efd->ebcd", hidden, w["w2"]), placed(tp, dp))
         return jnp.einsum("bsec,ebcd->bsd", combine, said(given, placed(None, by)))
 
-    def embedded(table: Any, tokens: Any) -> Any:
+    def narrow_rows(table: Any, tokens: Any) -> Any:
         return table.astype(narrow)[tokens]
 
+    embedded: Any = narrow_rows
     if sizes.wide_embedding:
-        embedded = jax.custom_vjp(embedded)
+        embedded = jax.custom_vjp(narrow_rows)
 
         def added_up(tokens: Any, grad: Any) -> Any:
             zeros = jnp.zeros((sizes.vocab, sizes.dim), wide)

@@ -75,7 +75,7 @@ def planned(
     if save:
         report.save(save)
     print(report)
-    moved, counts = collections.Counter(), collections.Counter()
+    moved, counts = collections.Counter[str](), collections.Counter[str]()
     for row in report.collectives:
         moved[row.kind] += row.bytes
         counts[row.kind] += row.count

@@ -56,7 +56,7 @@ class Sizes:
         return math.ceil(1.25 * self.taken * self.seq / self.experts)
 
 
-MODELS: dict[str, dict[str, int]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "8b": {},
     "70b": {"dim": 8192, "hidden": 28672, "heads": 64, "layers": 80},
     "mixtral": {"vocab": 32000, "experts": 8, "seq": 4096},

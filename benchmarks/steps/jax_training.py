@@ -24,8 +24,10 @@ State = dict[str, Any]
 class Optimizer(Protocol):
     """Moments beside the parameters, keyed as these, and one count of steps."""
 
-    moments: tuple[str, ...]
-    lr: float
+    @property
+    def moments(self) -> tuple[str, ...]: ...
+    @property
+    def lr(self) -> float: ...
 
     def update(
         self, param: Array, grad: Array, moments: list[Array], step: Array, lr: Array
