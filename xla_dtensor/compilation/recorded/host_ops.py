@@ -51,7 +51,7 @@ from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.indexing import is_mask, is_masked_fill
+from xla_dtensor.tensors.indexing import check_masks, is_mask, is_masked_fill
 from xla_dtensor.tensors.of_form import is_ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -165,9 +165,10 @@ class HostOperations(TorchDispatchMode):
         the host finds them in each call."""
         if rest and is_masked_fill(x, indices, rest[0]):
             return x, indices, *rest
+        check_masks(x, indices)
         found: list[Any] = []
         for index in indices:
-            if is_mask(_on_host(index)):
+            if is_mask(_on_host(index)) and index.ndim:
                 with unseen():
                     at = self._computed(_ATEN.nonzero.default, (index,), {}, [index])
                     found += self._computed(_ATEN.unbind.int, (at, 1), {}, [at])
