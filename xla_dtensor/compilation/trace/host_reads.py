@@ -24,7 +24,8 @@ from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import is_ours
 
 _Tensor = torch.Tensor
-_BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+# Functions with which a backward pass begins.
+BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # Functions that show all values; then those that give the memory, to which Python may write.
 _TEXT = frozenset({_Tensor.__repr__, _Tensor.__format__})
 _MEMORY = frozenset(
@@ -88,7 +89,7 @@ class HostReads(TorchFunctionMode):
                         self._operations.look(x, "the elements")
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
-        if func in _BACKWARD and not count_of_function_modes():
+        if func in BACKWARD and not count_of_function_modes():
             # In this mode, so that Python in the backward pass (hooks, recomputation) is seen.
             with self:
                 return body_of(func)(*args, **(kwargs or {}))
