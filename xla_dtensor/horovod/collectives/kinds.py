@@ -281,6 +281,10 @@ class Alltoall(HorovodCollective):
     kind, xla_name = "alltoall", "all-to-all"
     rows_may_differ = True
 
+    @property
+    def differs_by_rank(self) -> bool:
+        return isinstance(self.splits, list)
+
     def of_rank(self, rank: int) -> Alltoall:
         return Alltoall(self.splits[rank]) if isinstance(self.splits, list) else self
 
