@@ -141,6 +141,26 @@ def test_a_mask_of_the_host_that_is_written_later(mesh_2x4: DeviceMesh) -> None:
     assert torch.equal(xd.compile(step)(x).full_tensor().cpu(), step(value))
 
 
+def test_a_mask_beside_cpu_tensors_that_change(mesh_2x4: DeviceMesh) -> None:
+    """What the host computes in each call says nothing of the positions that a mask has."""
+    x = distribute_tensor(torch.randn(N, N), mesh_2x4, [Shard(0), Replicate()])
+    count = torch.zeros(())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return some(x) * count
+
+    def some(x: torch.Tensor) -> torch.Tensor:
+        off = ~eye(x)
+        return x[off][pairs(x).float()[off] > 0]
+
+    compiled = xd.compile(step)
+    for number in (1, 2):
+        expected = some(x.full_tensor().cpu()) * number
+        assert torch.equal(compiled(x).full_tensor().cpu(), expected)
+    assert count == 2 and compiled.traces == 1
+
+
 def test_a_constant_that_thousands_of_operations_make(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
 

@@ -116,6 +116,8 @@ class HostOperations(TorchDispatchMode):
         # Tensors of a size that depends on values, the operation that gave it, and the sizes of
         # all that it gave.
         self._of_unknown_size: dict[int, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
+        # Tensors that are the same in each call, and that only the package has had (`knows`).
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         # Memory of tensors from outside that operations have used.
         self._outside: dict[int, HostInput] = {}
         # The leaves from outside, with their gradients when the step begins.
@@ -251,6 +253,7 @@ class HostOperations(TorchDispatchMode):
         """A tensor that is the same in each call, made where this doesn't look."""
         with unseen():
             self._constant(tensor)
+        self._known[id(tensor)] = weakref.ref(tensor)
 
     def _constant(self, tensor: torch.Tensor) -> None:
         """A tensor with values of Python's: ``torch.tensor(2.0)``, ``torch.from_numpy(array)``."""
@@ -359,7 +362,7 @@ class HostOperations(TorchDispatchMode):
                 tensor.copy_(before)
         self._overwritten, self._handed_out, self._leaves = {}, [], []
         # torch.utils.swap_tensors refuses tensors that have a weak reference
-        for kept in (self._made, self._of_unknown_size, self._tensors):
+        for kept in (self._made, self._of_unknown_size, self._known, self._tensors):
             kept.clear()
         self._inputs, self._grads = {}, {}
         self._originals, self._memories = [], Memories()
@@ -448,6 +451,9 @@ class HostOperations(TorchDispatchMode):
 
         An `HostInput`, a `Value` of the host's program, or None for a constant.
         """
+        known = self._known.get(id(tensor))
+        if known is not None and known() is tensor:
+            return None
         with unseen():
             self.take_writes()
             self.size_matters(tensor)

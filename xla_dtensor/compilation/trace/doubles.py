@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.python_numbers import (
     as_float,
     computed,
@@ -328,7 +329,10 @@ def _of_constants(func: Any, data: Any, *args: Any, **options: Any) -> Any:
         return func(data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
-    tensor = func(data, *args, **{**options, "device": "cpu"}).to(device)
+    made = func(data, *args, **{**options, "device": "cpu"})
+    if not isinstance(data, torch.Tensor):
+        made = executor.current().made_of_constants(made)
+    tensor = made.to(device)
     # functorch refuses the call, whatever it is given.
     return tensor.requires_grad_() if requires_grad else tensor
 
