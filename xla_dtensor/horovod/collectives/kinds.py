@@ -272,8 +272,7 @@ class Alltoall(HorovodCollective):
     """Each rank's rows go to the ranks.
 
     Attributes:
-        splits: how many go to each; None for equally many. Where the caller speaks for all ranks,
-            it may be a list by rank.
+        splits: how many go to each; None for equally many; a list, by rank, of who speaks for all.
     """
 
     splits: Any = None
