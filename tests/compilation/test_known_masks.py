@@ -64,6 +64,22 @@ def added(x: torch.Tensor) -> torch.Tensor:
     return x.index_put((eye(x),), x[0], accumulate=True)
 
 
+def set_by_lists(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(N, N, dtype=torch.bool, device=x.device)
+    mask[[1, 2]] = True
+    y = x.clone()
+    y[[True, False, False, True, False]] = x[:2]
+    return y[mask]
+
+
+def under_vmap(x: torch.Tensor) -> torch.Tensor:
+    def some(row: torch.Tensor) -> torch.Tensor:
+        kept = torch.tensor([True, False, True, True, False], device=x.device)
+        return row[kept] * torch.as_tensor([1.0, 2.0, 3.0], device=x.device)
+
+    return torch.func.vmap(some)(x)
+
+
 MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "off_the_diagonal": lambda x: x[~eye(x)].view(N, N - 1),
     "written_in_place": lambda x: x[ones(x).fill_diagonal_(False)].view(N, -1),
@@ -73,6 +89,11 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "on_the_host": lambda x: x[~torch.eye(N, dtype=torch.bool)],
     "of_rows": lambda x: x[:, torch.arange(N, device=x.device) % 2 == 0],
     "of_a_list": lambda x: x[torch.tensor([True, False, True, True, False], device=x.device), 1:],
+    "of_a_list_as_it_is": lambda x: x[
+        [True, False, True, True, False], [True, False, True, True, False]
+    ],
+    "made_like_another": lambda x: x[x.new_tensor([0, 1, 0, 1, 1], dtype=torch.bool)],
+    "under_vmap": under_vmap,
     "beside_numbers": lambda x: x[None, eye(x)[1], 2],
     "none_set": lambda x: x[torch.zeros_like(x, dtype=torch.bool)],
     "masked_select": lambda x: x.masked_select(~eye(x)),
@@ -81,6 +102,7 @@ MASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pairs": lambda x: x[pairs(x)],
     "of_what_a_mask_selects": of_what_a_mask_selects,
     "written": written,
+    "set_by_lists": set_by_lists,
     "added": added,
 }
 
@@ -119,6 +141,26 @@ def test_a_mask_of_the_host_that_is_written_later(mesh_2x4: DeviceMesh) -> None:
     assert torch.equal(xd.compile(step)(x).full_tensor().cpu(), step(value))
 
 
+def test_a_mask_beside_cpu_tensors_that_change(mesh_2x4: DeviceMesh) -> None:
+    """What the host computes in each call says nothing of the positions that a mask has."""
+    x = distribute_tensor(torch.randn(N, N), mesh_2x4, [Shard(0), Replicate()])
+    count = torch.zeros(())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return some(x) * count
+
+    def some(x: torch.Tensor) -> torch.Tensor:
+        off = ~eye(x)
+        return x[off][pairs(x).float()[off] > 0]
+
+    compiled = xd.compile(step)
+    for number in (1, 2):
+        expected = some(x.full_tensor().cpu()) * number
+        assert torch.equal(compiled(x).full_tensor().cpu(), expected)
+    assert count == 2 and compiled.traces == 1
+
+
 def test_a_constant_that_thousands_of_operations_make(mesh_2x4: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
 
@@ -151,3 +193,41 @@ def test_a_mask_of_values_is_refused(step: Callable, mesh_2x4: DeviceMesh) -> No
     x = distribute_tensor(torch.randn(N, N), mesh_2x4, [Shard(0), Replicate()])
     with pytest.raises(xd.DataDependentError, match="masked_fill keep the shape"):
         xd.compile(step)(x)
+
+
+OF_ANOTHER_SHAPE: dict[str, Callable] = {
+    "short": lambda x: x[torch.ones(N - 1, dtype=torch.bool, device=x.device)],
+    "long": lambda x: x[:, torch.ones(N + 1, dtype=torch.bool, device=x.device)],
+    "on_the_host": lambda x: x[torch.ones(N, N + 1, dtype=torch.bool)],
+    "list": lambda x: x[[True, False]],
+    "written": lambda x: x.clone().index_put_((torch.eye(N - 1, device=x.device) > 0,), x[0, :4]),
+    "added": lambda x: x.index_put((torch.eye(N + 1) > 0,), x[0, 0].expand(N + 1)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_SHAPE)
+def test_a_mask_of_another_shape(name: str, mesh_2x4: DeviceMesh) -> None:
+    """There are positions of it, too."""
+    value = torch.randn(N, N)
+    for step, x in (
+        (OF_ANOTHER_SHAPE[name], value),
+        (xd.compile(OF_ANOTHER_SHAPE[name]), distribute_tensor(value, mesh_2x4, [Shard(0)] * 2)),
+    ):
+        with pytest.raises(IndexError, match="shape of the mask"):
+            step(x)
+
+
+WITH_THE_HOST: dict[str, Callable] = {
+    "masked_select": lambda x, t: torch.arange(N, device=x.device).masked_select(t > 2),
+    "bincount": lambda x, t: torch.bincount(torch.arange(N, device=x.device), weights=t),
+    "no_dims": lambda x, t: torch.ones(N, device=x.device).index_put((t[2] > 2,), x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", WITH_THE_HOST)
+def test_constants_with_a_cpu_tensor_from_outside(name: str, mesh_2x4: DeviceMesh) -> None:
+    """It may have another value in the next call: what came of the first one's was a constant."""
+    held = torch.arange(float(N))
+    x = distribute_tensor(torch.randn(N, N), mesh_2x4, [Shard(0), Replicate()])
+    with pytest.raises(xd.DataDependentError, match="depends on values"):
+        xd.compile(lambda x: WITH_THE_HOST[name](x, held))(x)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 from tests.control_flow.test_loops import COMPILED, PYTHON, TORCH, results
@@ -72,11 +74,41 @@ def numbers(by: Any, x: Any, w: Any) -> Any:
     return y, by.map(lambda row, k: row * k, x, 2.5)
 
 
+def checkpointed(by: Any, x: Any, w: Any) -> Any:
+    """It is computed again in the backward pass, of what is captured."""
+
+    def body(c: Any, row: Any) -> Any:
+        c = checkpoint(lambda c: torch.tanh(c * w[0] + row), c, use_reentrant=False)
+        return c, c * 2
+
+    def inner(x: Any) -> Any:
+        loss = checkpoint(lambda y: (y * w).sin().sum(), x.detach(), use_reentrant=False)
+        return x + torch.autograd.grad(loss, w)[0]
+
+    y = by.cond(x.sum() > 0, inner, lambda x: checkpoint(w.mul, x, use_reentrant=False), (x,))
+    return by.scan(body, y[0], y)
+
+
+def asks_whether_gradients_are_on(by: Any, x: Any, w: Any) -> Any:
+    def body(x: Any) -> Any:
+        said = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return x * w * (1 + said[0] + 2 * said[1])
+
+    def branch() -> Any:
+        return by.cond(x.sum() > 0, body, lambda x: body(x) + 1, (x,))
+
+    with torch.no_grad():
+        off = branch(), by.map(lambda row: row * (3 if torch.is_grad_enabled() else 4), x)
+    with torch.inference_mode():
+        inference = branch()
+    return branch(), off, inference.clone()
+
+
 CASES: dict[str, Callable[[Any, Any, Any], Any]] = {
     f.__name__: f
     for f in (
         *(by_a_function, captured_as_an_operand, writes_through_a_view, reads_a_gradient),
-        *(takes_a_gradient, numbers),
+        *(takes_a_gradient, numbers, checkpointed, asks_whether_gradients_are_on),
     )
 }
 
@@ -315,3 +347,27 @@ def test_rows_that_a_value_counts_are_refused() -> None:
 
     with pytest.raises(xd.DataDependentError, match="a number of rows that is a value"):
         step(xd.from_device_values([torch.ones(3, 2)] * 2, mesh), counts)
+
+
+OF_SHARDED: dict[str, Callable[[Any], Any]] = {
+    "to_local": lambda t: t.to_local(),
+    "full_tensor": lambda t: t.full_tensor(),
+    "redistribute": lambda t: t.redistribute(placements=[Replicate(), Replicate()]),
+}
+
+
+@pytest.mark.parametrize("name", OF_SHARDED)
+def test_methods_of_dtensors_are_refused(name: str, mesh_2x4: Any) -> None:
+    """The tensors of a body are whole; that they haven't these can be asked."""
+    x = distribute_tensor(torch.ones(4, 4), mesh_2x4, [Shard(0), Shard(1)])
+    use = OF_SHARDED[name]
+
+    def on(of: Callable[[Any], Any]) -> Any:
+        return xd.compile(
+            lambda x: torch.cond(x.sum() > 0, lambda y: of(y).sum(), lambda y: y.sum(), (x,))
+        )
+
+    for of, error in ((use, AttributeError), (lambda y: use(x), xd.UnsupportedOpError)):
+        with pytest.raises(error, match=f"(?s){name}.*give it the result as an operand"):
+            on(of)(x)
+    assert on(lambda y: y * 2 if hasattr(y, name) else y * 3)(x).item() == 48

@@ -298,6 +298,26 @@ def test_workers_may_train_on_the_cpu():
     assert done.returncode == 0, done.stderr
 
 
+ENDS_IN_A_FORK = """
+import os, sys, warnings
+import torch, xla_dtensor
+
+warnings.simplefilter("ignore")
+x = torch.ones(2, device="xla")
+x.sum().item()
+child = os.fork()
+if not child:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+"""
+
+
+def test_a_forked_child_ends_as_it_says() -> None:
+    """XLA's client waited for threads that the child hasn't: SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", ENDS_IN_A_FORK], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_could_not_be_computed_is_told_once():
     """Who keeps the array (the last exception's traceback does) can save a checkpoint later."""
 

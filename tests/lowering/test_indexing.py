@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import xla_dtensor as xd
 from tests.lowering.harness import check_call, check_overloads
 from xla_dtensor.lowering.ops.indexing import index
 from xla_dtensor.lowering.ops.shape import repeat_interleave
@@ -138,3 +141,22 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
     with jax.enable_x64(True):
         repeated = repeat_interleave(jnp.array([1, 0, 2]), output_size=3)
     np.testing.assert_array_equal(repeated, [0, 2, 2])
+
+
+@pytest.mark.parametrize("placements", [None, [Shard(0), Replicate()], [Shard(1), Shard(0)]])
+def test_zeros_keep_their_sign_at_index_0(placements: Any, mesh_2x4: DeviceMesh) -> None:
+    """XLA's scatters are repaired there, and what devices have was added up."""
+    x = torch.randn(4, 4).abs() + 1
+    given = x.to("xla") if placements is None else distribute_tensor(x, mesh_2x4, placements)
+
+    def written(x: torch.Tensor) -> list[torch.Tensor]:
+        at = torch.tensor([2, 0], device=x.device)
+        minus = torch.full((2, 4), -0.0, device=x.device)
+        by_index, by_mask = x.clone(), x.index_put((at, at), minus[:, 0])
+        by_index[at] = minus
+        return [x.clone().fill_diagonal_(-0.0), by_index, by_mask, x.index_copy(1, at, minus.T)]
+
+    for run in (written, xd.compile(written)):
+        for got, want in zip(run(given), written(x), strict=True):
+            assert torch.equal(got.cpu().signbit(), want.signbit())
+            assert torch.equal(got.cpu(), want)

@@ -60,6 +60,18 @@ def test_lines_are_json(tmp_path: Path) -> None:
     assert [line[name] for name in ("loss", "norm", "other")] == [None, None, 1.0]
 
 
+def test_a_line_behind_a_torn_one(tmp_path: Path) -> None:
+    """A run was killed in the middle of a write; the next one adds to its file."""
+    file = tmp_path / "run.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    for _ in range(2):
+        with xd.metrics.to(file, every=1) as metrics:
+            metrics.after_step(3, loss=1.0)
+    *_, torn, first, second = file.read_text().splitlines()
+    assert torn == '{"step": 2, "lo'
+    assert [json.loads(line)["step"] for line in (first, second)] == [3, 3]
+
+
 def test_what_is_none_of_these() -> None:
     with pytest.raises(TypeError, match="add_scalar"):
         xd.metrics.to(3)

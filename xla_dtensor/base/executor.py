@@ -33,6 +33,7 @@ class Executor:
         batch: itself where operations are written down to be run later; else None.
         is_step: whether all that it runs becomes one program.
         has_values: whether the host can have the values of tensors (once they are computed).
+        in_body: whether a branch or the body of a loop is traced, whose tensors are whole.
         routes: calls that it takes over before they are taken apart.
         random: the random numbers of the step that is traced (`thread_state.RandomNumbers`).
         wide: a traced optimizer's scalars in double precision (`numbers.wide_scalars`).
@@ -44,6 +45,7 @@ class Executor:
     batch: Any = None
     is_step = False
     has_values = True
+    in_body = False
     routes: tuple[Route, ...] = ()
     random: Any = None
     wide: Any = None

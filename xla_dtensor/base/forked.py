@@ -5,23 +5,33 @@ XLA's threads are not in the child, and whatever asks its devices there waits fo
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import os
+from collections.abc import Iterable
+from typing import Any
 
 from xla_dtensor.base import interrupts
 
 _is_child = False
+_clients: list[Any] = []
 
 
-@functools.cache
-def watch() -> None:
-    """Notice forks from now on; called when XLA starts."""
-    os.register_at_fork(after_in_child=_in_child)
+def watch(clients: Iterable[Any]) -> None:
+    """Notice forks from now on; called when XLA starts.
+
+    Args:
+        clients: XLA's, of each platform.
+    """
+    if not _clients:
+        os.register_at_fork(after_in_child=_in_child)
+    _clients[:] = clients
 
 
 def _in_child() -> None:
     global _is_child
     _is_child = True
+    for client in _clients:  # which, when the child ends, would wait for its threads: a SIGSEGV
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     interrupts.before_operations = refuse
     interrupts.forget()
 

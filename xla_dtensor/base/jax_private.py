@@ -63,6 +63,8 @@ NAMES = {
     # --- devices and processes ---
     # Whether JAX has been started; every public function that would tell starts it.
     "backends_are_initialized": "jax._src.xla_bridge:backends_are_initialized",
+    # XLA's clients by platform, also those whose devices aren't the default ones.
+    "backends": "jax._src.xla_bridge:backends",
     # The client of JAX's coordinator, and what somebody else has told jax.distributed.
     "global_state": "jax._src.distributed:global_state",
     # Launchers that JAX detects: Slurm, Open MPI, Kubernetes, Cloud TPUs.

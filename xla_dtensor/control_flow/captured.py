@@ -22,6 +22,8 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree, unseen
 from xla_dtensor.compilation.scan.autocasts import Autocast
+from xla_dtensor.compilation.trace.doubles import body_of
+from xla_dtensor.compilation.trace.host_reads import BACKWARD
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.jax_programs import differentiated
 from xla_dtensor.jax_programs.differentiated import plain_form
@@ -57,11 +59,15 @@ class CapturingFunction(FunctionOnTensors):
         count = len(self._at)
         return None if index < count else self._captured[index - count].requires_grad
 
+    def within(self, tensors: Sequence[torch.Tensor]) -> _Replacing:
+        """Also around a backward pass, in which a checkpoint computes again."""
+        self._replacing = _Replacing(
+            dict(zip(map(id, self._captured), tensors[len(self._at) :], strict=True))
+        )
+        return self._replacing
+
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         count = len(self._at)
-        self._replacing = _Replacing(
-            dict(zip(map(id, self._captured), tensors[count:], strict=True))
-        )
         before = [t._storage_.version for t in tensors]
         outs = super().run(tensors[:count])
         for i, (tensor, version) in enumerate(zip(tensors, before, strict=True)):
@@ -73,9 +79,10 @@ class CapturingFunction(FunctionOnTensors):
         assert self._replacing is not None
         # The hooks of a checkpoint around it, or of `fully_shard`, are told of the operation.
         own_hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-        with self._replacing, self._autocast.again(), own_hooks:
+        with self._autocast.again(), own_hooks:
             found = self._own(*args)
-        return pytree.tree_map(self._replacing.of, found)
+        with unseen():
+            return pytree.tree_map(self._replacing.of, found)
 
     def __call__(self, words: Any = None) -> Any:
         """The results, of arrays."""
@@ -103,6 +110,7 @@ class _Replacing(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._trace = executor.current()
+        self._trace.in_body = True
         _functions.enter()
         self._around, _functions.innermost = _functions.innermost, self
         return super().__enter__()
@@ -123,6 +131,12 @@ class _Replacing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, named = self.of_all((args, kwargs or {}))
+        if func in BACKWARD:  # a checkpoint computes again in it, of what is captured
+            TorchFunctionMode.__enter__(self)
+            try:
+                return body_of(func)(*given, **named)
+            finally:
+                TorchFunctionMode.__exit__(self, None, None, None)
         if args and given[0] is not args[0]:
             if func == _GRADIENT:
                 return self.of(func(*args))

@@ -196,6 +196,7 @@ class _Bodies:
         self._trees: list[Any] = [None] * len(given)
         self._functions = [self._of_leaves(i, f, tree) for i, (f, tree, _) in enumerate(given)]
         self._autocast = Autocast.here()
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._seed = None
         around = Surroundings(function for function, *_ in given)
         try:
@@ -212,7 +213,9 @@ class _Bodies:
 
     def _of_leaves(self, which: int, function: Function, tree: Skeleton) -> Function:
         def on_leaves(*flat: Any) -> list[Any]:
-            found = function(*tree.put_together(flat))
+            # Traced where both are as if nobody had said anything.
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad):
+                found = function(*tree.put_together(flat))
             tensors, self._trees[which] = Skeleton.apart(
                 tuple(found) if isinstance(found, list) else found, numbers=True
             )

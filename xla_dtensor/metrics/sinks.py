@@ -65,9 +65,20 @@ class JsonLines:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = {"step": step, "time": round(time.time(), 3), **numbers}
         try:
+            start = "\n" if _is_torn(self._path) else ""
             with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(f"{start}{json.dumps(line)}\n")
         except OSError as error:  # a full disk doesn't end a training run
             if not self._told:
                 _log.warning("metrics can't be written, and the run goes on: %s", error)
             self._told = True
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file ends in the middle of a line: a run that was killed, or a full disk, has left
+    a part of one."""
+    if not path.is_file() or not path.stat().st_size:  # a pipe has no end to look at
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -17,8 +17,8 @@ from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.movement.distribute import lay_out
 from xla_dtensor.movement.factories import replicated
 from xla_dtensor.plans.ops import handles, info_of
+from xla_dtensor.tensors.indexing import check_masks, is_masked_fill
 from xla_dtensor.tensors.indexing import is_mask as _is_mask
-from xla_dtensor.tensors.indexing import is_masked_fill
 from xla_dtensor.tensors.of_form import is_ours
 
 
@@ -39,8 +39,9 @@ from xla_dtensor.tensors.of_form import is_ours
 def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Results whose shape (or Python value) depends on values: computed by CPU torch, and returned
     replicated."""
-    ours = [t for t in _tensors((args, kwargs)) if is_ours(t)]
-    if any(constant_recipe(t) is None for t in ours):  # eagerly all, and nothing is refused
+    tensors = _tensors((args, kwargs))
+    ours = list(filter(is_ours, tensors))
+    if any(_recipe(t) is None for t in tensors):  # eagerly all, and nothing is refused
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
         hint = "" if instead is None else f" ({instead})"
@@ -58,6 +59,13 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return lay_out(tensor, mesh, replicated(mesh))
 
     return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
+
+
+def _recipe(tensor: torch.Tensor) -> Any:
+    """What gives a tensor that is the same in each call of what is traced."""
+    if is_ours(tensor):
+        return constant_recipe(tensor)
+    return executor.current().host_constant(tensor)
 
 
 _ON_HOST_OUT = {
@@ -172,9 +180,13 @@ def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _at_known_masks(x: Any, indices: Sequence[Any]) -> list[Any] | None:
     """In a step whose inputs decide nothing about the masks among the indices: with the positions
     of the entries that are set in the place of each mask; else None."""
-    masks = filter(_is_mask, indices)
-    if executor.current().has_values or not all(is_ours(m) and constant_recipe(m) for m in masks):
+    masks = list(filter(_is_mask, indices))
+    # Of a mask of no dims (`index_put` itself is given one) there are no positions.
+    if executor.current().has_values or not all(m.ndim and is_ours(m) for m in masks):
         return None
+    if not all(map(constant_recipe, masks)):
+        return None
+    check_masks(x, indices)
     found: list[Any] = []
     for index in indices:
         if _is_mask(index):

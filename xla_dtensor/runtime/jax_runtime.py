@@ -69,7 +69,7 @@ def start(min_cpu_devices: int = 1) -> None:
         _bound_programs()
         if is_started():
             _warn_of_roundings()
-            forked.watch()
+            forked.watch(jax_private.backends().values())
             return
         import jax
 
@@ -86,7 +86,7 @@ def start(min_cpu_devices: int = 1) -> None:
             jax.config.update("jax_num_cpu_devices", min_cpu_devices)
         gpus.compute_elsewhere()
         devices = jax.devices()
-        forked.watch()
+        forked.watch(jax_private.backends().values())
         if processes.several():
             agreement.share_seeds()
             # One line for all of them, unless somebody wants to know.

@@ -170,10 +170,12 @@ class TensorMethods(HasMemory, OurTensor):
     def __getitem__(self, index: Any) -> Any:
         if indexing.is_of_numbers(index):
             return torch.Tensor.__getitem__(self, index)
+        index = indexing.of_lists(index)
         result = indexing.select(self, index)
         return torch.Tensor.__getitem__(self, index) if result is NotImplemented else result
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        index = indexing.of_lists(index)
         if not indexing.assign(self, index, value):
             torch.Tensor.__setitem__(self, index, value)
 

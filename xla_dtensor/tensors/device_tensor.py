@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xla_dtensor.base import executor
+from xla_dtensor.base.source_line import user_line
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
 from xla_dtensor.tensors.printing import text_of
+
+# What a `DTensor` has, and this has not.
+_OF_SHARDED = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})
+
+
+def not_in_a_body(name: str) -> str:
+    """Why there is no ``name`` of a tensor that a branch or the body of a loop is given."""
+    return (
+        f"{name} in a branch or the body of a loop of a compiled step, whose tensors are whole and "
+        "have no placements: lay out before it, and give it the result as an operand (or capture "
+        f"that), or after it{user_line()}"
+    )
 
 
 class XLATensor(TensorMethods, torch.Tensor):
@@ -36,6 +50,14 @@ class XLATensor(TensorMethods, torch.Tensor):
     # Where `torch.xla` has it. Libraries (opt_einsum, autoray) choose their functions for a tensor
     # by the package that its class is of, and took xla tensors for arrays of NumPy's.
     __module__ = "torch.xla"
+
+    if not TYPE_CHECKING:  # every name would be known
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _OF_SHARDED and executor.current().in_body:
+                raise AttributeError(not_in_a_body(name), name=name, obj=self)
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=self)
 
     @property
     def varying(self) -> tuple[str, ...]:

@@ -22,6 +22,24 @@ _NOT_NUMBERS = (torch.bool, torch.uint8)  # masks
 _NUMBERS = frozenset([int, slice, type(None), type(Ellipsis)])
 
 
+def of_lists(index: Any) -> Any:
+    """In a trace an index with CPU tensors of the step's own for lists of numbers and truth values:
+    torch's C++ makes tensors on the devices of them where no mode sees it, and their values
+    wouldn't be known."""
+    if executor.current().has_values:
+        return index
+    if index.__class__ is tuple:
+        return tuple(map(_of_list, index))
+    return _of_list(index)
+
+
+def _of_list(part: Any) -> Any:
+    same = part.__class__ is list and part and part[0].__class__ in (bool, int)
+    if not same or any(x.__class__ is not part[0].__class__ for x in part):
+        return part
+    return torch.tensor(part, device="cpu")
+
+
 def select(tensor: Any, index: Any) -> Any:
     """``tensor[index]``, or `NotImplemented` if torch's way will do."""
     parts = _parts(index)
@@ -128,6 +146,30 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in _NOT_NUMBERS
 
 
+def check_masks(x: torch.Tensor, indices: Sequence[Any]) -> None:
+    """Raise unless each mask has the shape of what it indexes, as torch does: of others there are
+    positions, too.
+
+    Raises:
+        IndexError: see there.
+    """
+    dim = 0
+    for index in indices:
+        if is_mask(index):
+            check_mask(x, index, dim)
+        dim += index.ndim if is_mask(index) else 1
+
+
+def check_mask(x: torch.Tensor, mask: torch.Tensor, start: int) -> None:
+    """The same of a mask of the dims from ``start`` on."""
+    for dim, size in enumerate(mask.shape):
+        if size != x.size(start + dim):
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {dim} does not match the shape "
+                f"of the indexed tensor {list(x.shape)} at index {start + dim}"
+            )
+
+
 def is_masked_fill(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor) -> bool:
     """Whether ``index_put`` has one mask, and the same values for each of its positions: then
     nothing has a size that depends on how many there are.
@@ -141,13 +183,7 @@ def is_masked_fill(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor
     ((start, mask),) = found
     if start + mask.ndim > x.ndim or not mask.ndim:
         return False
-    own = x.shape[start : start + mask.ndim]
-    if mask.shape != own:
-        wrong = next(d for d in range(mask.ndim) if mask.shape[d] != own[d])
-        raise IndexError(
-            f"The shape of the mask {list(mask.shape)} at index {wrong} does not match the shape "
-            f"of the indexed tensor {list(x.shape)} at index {start + wrong}"
-        )
+    check_mask(x, mask, start)
     result = (*x.shape[:start], 1, *x.shape[start + mask.ndim :])
     if len(values.shape) > len(result):
         return False

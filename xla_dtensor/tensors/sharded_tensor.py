@@ -12,12 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from xla_dtensor.base import executor
 from xla_dtensor.base.torch_private import is_in_forward_ad
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.mesh.layout import Layout, layout_of
 from xla_dtensor.mesh.placements import unpartial
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.base import TensorMethods
+from xla_dtensor.tensors.device_tensor import not_in_a_body
 from xla_dtensor.tensors.printing import text_of
 
 
@@ -141,6 +144,8 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
 
         Raises:
             RuntimeError: no placements given.
+            UnsupportedOpError: in a branch or the body of a loop of a compiled step, of a tensor
+                from outside of that.
             PlacementError: the placements don't fit the mesh or the tensor, or ``Partial`` is asked
                 for where it isn't already.
             MeshMismatchError: ``device_mesh`` is no xla mesh.
@@ -155,6 +160,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
             assert y.placements == (xd.Replicate(), xd.Shard(1))
             assert torch.equal(y.full_tensor().cpu(), x.full_tensor().cpu())
         """
+        _check_place(self, "redistribute")
         return backend().redistribute(self, device_mesh, placements, forward_dtype, backward_dtype)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -169,7 +175,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
             an `XLATensor` of the same shape and dtype that doesn't vary.
 
         Raises:
-            UnsupportedOpError: ``grad_placements`` has a ``Shard``.
+            UnsupportedOpError: ``grad_placements`` has a ``Shard``; or see `redistribute`.
             PlacementError: ``grad_placements`` doesn't fit the mesh.
 
         Example::
@@ -180,6 +186,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
             x = xd.distribute_tensor(torch.arange(8), mesh, [xd.Shard(0)])
             assert x.full_tensor().cpu().tolist() == list(range(8))
         """
+        _check_place(self, "full_tensor")
         return backend().full_tensor(self, grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -201,7 +208,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
             the mesh dims that shard (or hold parts of) this tensor.
 
         Raises:
-            UnsupportedOpError: a sharded dim doesn't divide.
+            UnsupportedOpError: a sharded dim doesn't divide; or see `redistribute`.
             PlacementError: ``grad_placements`` doesn't fit the mesh or the tensor.
 
         Example::
@@ -213,6 +220,7 @@ class XLAShardedTensor(TensorMethods, DTensor, metaclass=_KnowsStandIns):
             local = x.to_local()
             assert local.shape == (4, 16) and local.varying == ("dp",)
         """
+        _check_place(self, "to_local")
         return backend().to_local(self, grad_placements)
 
     def reduce_partial(self) -> XLAShardedTensor:
@@ -324,6 +332,13 @@ def keep_leaf_gradients_sharded(leaf: XLAShardedTensor) -> None:
 
     leaf._xla_grad_hook = leaf.register_hook(land)
     leaf._xla_grad_hook.layout = mesh, leaf.placements
+
+
+def _check_place(tensor: Any, name: str) -> None:
+    """Raise where the tensors of functions are whole, and this is one from outside of them."""
+    current = executor.current()
+    if current.in_body and not current.owns(tensor._storage_):
+        raise UnsupportedOpError(not_in_a_body(f"{name}()"))
 
 
 DTENSORS = (DTensor, XLAShardedTensor)

@@ -36,6 +36,8 @@ MADE: dict[str, tuple[tuple[Any, ...], Select]] = {
     "diagonal": (FIRST, lambda x, n: x[torch.ones_like(x).triu(n) == 1]),
     "selected": (FIRST, lambda x, n: x.masked_select(torch.arange(6, device=x.device) >= n)),
     "list": (KEPT, lambda x, k: x[:, torch.tensor([*k, *[True] * 4], device=x.device)]),
+    "list_as_an_index": (KEPT, lambda x, k: x[:, [*k, *[True] * 4]]),
+    "new_tensor": (KEPT, lambda x, k: x[:, x.new_tensor([*k, *[True] * 4], dtype=torch.bool)]),
     "list_written": (KEPT, lambda x, k: x[:, one_by_one(x, k)]),
 }
 

@@ -7,6 +7,7 @@ import torch
 import xla_dtensor.horovod as hvd
 from tests.horovod.ranks import (
     APART,
+    DEVICES,
     FLOAT_PAIRS,
     PAIRS,
     PerRank,
@@ -20,6 +21,7 @@ from tests.horovod.ranks import (
     sets,
     values,
 )
+from xla_dtensor.errors import UnsupportedOpError
 
 
 def splits_of(rank, size=None):
@@ -152,6 +154,25 @@ def horovod_alltoall_splits_error():
 @case("E1", fast=True)
 def horovod_alltoall_splits_type_error():
     raises(ValueError, lambda: hvd.alltoall(given([hvd.size()]), torch.ones(hvd.size())), "float32")
+    raises(ValueError, lambda: hvd.alltoall(given([hvd.size()]), "ab"), "rows go to each rank")
+
+
+@case("R", fast=True)
+def alltoall_with_splits_in_a_tensor():
+    """Which is per device where one process drives all ranks."""
+    ranks = range(hvd.size())
+    tensor = hvd.per_rank(lambda r: data(r, [sum(splits_of(r)), 2]))
+    got, _ = hvd.alltoall(tensor, splits=hvd.per_rank(lambda r: torch.tensor(splits_of(r))))
+    check(got, lambda r: torch.cat([sent(o, r, [2], torch.float32) for o in ranks]))
+
+
+@case("E1", (DEVICES,))
+def alltoall_of_a_per_device_tensor_with_splits_of_each_rank():
+    splits = PerRank(map(splits_of, range(hvd.size())))
+    rows = max(map(sum, splits))
+    raises(
+        UnsupportedOpError, lambda: hvd.alltoall(given([rows]), splits=splits), "PerRank(x.local"
+    )
 
 
 @case("E2", APART)

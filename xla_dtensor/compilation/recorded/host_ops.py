@@ -51,7 +51,7 @@ from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.indexing import is_mask, is_masked_fill
+from xla_dtensor.tensors.indexing import check_masks, is_mask, is_masked_fill
 from xla_dtensor.tensors.of_form import is_ours
 
 _Symbolic = torch.SymFloat | torch.SymInt
@@ -116,6 +116,8 @@ class HostOperations(TorchDispatchMode):
         # Tensors of a size that depends on values, the operation that gave it, and the sizes of
         # all that it gave.
         self._of_unknown_size: dict[int, tuple[weakref.ref[torch.Tensor], int, Any]] = {}
+        # Tensors that are the same in each call, and that only the package has had (`knows`).
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
         # Memory of tensors from outside that operations have used.
         self._outside: dict[int, HostInput] = {}
         # The leaves from outside, with their gradients when the step begins.
@@ -165,9 +167,10 @@ class HostOperations(TorchDispatchMode):
         the host finds them in each call."""
         if rest and is_masked_fill(x, indices, rest[0]):
             return x, indices, *rest
+        check_masks(x, indices)
         found: list[Any] = []
         for index in indices:
-            if is_mask(_on_host(index)):
+            if is_mask(_on_host(index)) and index.ndim:
                 with unseen():
                     at = self._computed(_ATEN.nonzero.default, (index,), {}, [index])
                     found += self._computed(_ATEN.unbind.int, (at, 1), {}, [at])
@@ -250,6 +253,7 @@ class HostOperations(TorchDispatchMode):
         """A tensor that is the same in each call, made where this doesn't look."""
         with unseen():
             self._constant(tensor)
+        self._known[id(tensor)] = weakref.ref(tensor)
 
     def _constant(self, tensor: torch.Tensor) -> None:
         """A tensor with values of Python's: ``torch.tensor(2.0)``, ``torch.from_numpy(array)``."""
@@ -358,7 +362,7 @@ class HostOperations(TorchDispatchMode):
                 tensor.copy_(before)
         self._overwritten, self._handed_out, self._leaves = {}, [], []
         # torch.utils.swap_tensors refuses tensors that have a weak reference
-        for kept in (self._made, self._of_unknown_size, self._tensors):
+        for kept in (self._made, self._of_unknown_size, self._known, self._tensors):
             kept.clear()
         self._inputs, self._grads = {}, {}
         self._originals, self._memories = [], Memories()
@@ -447,6 +451,9 @@ class HostOperations(TorchDispatchMode):
 
         An `HostInput`, a `Value` of the host's program, or None for a constant.
         """
+        known = self._known.get(id(tensor))
+        if known is not None and known() is tensor:
+            return None
         with unseen():
             self.take_writes()
             self.size_matters(tensor)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.python_numbers import (
     as_float,
     computed,
@@ -242,6 +243,12 @@ def call_with_numbers(mode: Any, stand_ins: StandIns, func: Any, args: Any, kwar
             return func(*args, **kwargs)  # so that other modes see the call, too
         with mode:
             return body_of(func)(*args, **kwargs)
+    if func is torch.Tensor.new_tensor:
+        like, *args = args
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return _tensor(
+            torch.tensor, *args, **{"dtype": like.dtype, "device": like.device, **options}
+        )
     if func in MAKERS:
         return _tensor(func, *args, **kwargs)
     fused = FUSED_OPTIMIZERS.get(func)
@@ -290,15 +297,12 @@ def body_of(function: types.FunctionType) -> types.FunctionType:
 
 
 # Functions that make a tensor of numbers, also of lists of them.
-MAKERS = frozenset({torch.tensor, torch.as_tensor})
+MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
 
 def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     """``torch.tensor`` of numbers, symbolic ones among them."""
-    leaves = [data] if isinstance(data, torch.Tensor) else pytree.tree_leaves(data)
-    special = data is not leaves[0] and any(map(_is_tensor, leaves)) if leaves else False
-    special = special or any(map(is_pythons, leaves))
-    if args or not special or not all(_is_number(x) or _is_tensor(x) for x in leaves):
+    if args or not is_put_together(data):
         return _of_constants(func, data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
@@ -320,11 +324,27 @@ def _of_constants(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     """``torch.tensor`` of numbers that are part of the program: by a CPU tensor of the step's own.
     Otherwise C++ copies to the devices where no mode sees it, and its values wouldn't be known."""
     device = options.get("device")
-    if func is not torch.tensor or device is None or torch.device(device).type != "xla":
+    copies = func is torch.tensor or isinstance(data, list | tuple)
+    if not copies or device is None or torch.device(device).type != "xla":
         return func(data, *args, **options)
     requires_grad = options.pop("requires_grad", False)
-    tensor = func(data, *args, **{**options, "device": "cpu", "pin_memory": False}).to(device)
-    return tensor.requires_grad_(requires_grad)
+    options.pop("pin_memory", None)
+    made = func(data, *args, **{**options, "device": "cpu"})
+    if not isinstance(data, torch.Tensor):
+        made = executor.current().made_of_constants(made)
+    tensor = made.to(device)
+    # functorch refuses the call, whatever it is given.
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def is_put_together(data: Any) -> bool:
+    """Whether `_tensor` makes a tensor of ``data`` by operations on its parts: numbers that are
+    inputs, or CPU tensors of no dims, are among them."""
+    if isinstance(data, torch.Tensor):
+        return False
+    leaves = pytree.tree_leaves(data)
+    special = any(_is_tensor(x) or is_pythons(x) for x in leaves)
+    return special and all(_is_number(x) or _is_tensor(x) for x in leaves)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -333,4 +353,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or is_pythons(value)
+    return type(value) in (bool, int, float, complex) or is_pythons(value)

@@ -13,13 +13,19 @@ from torch.overrides import TorchFunctionMode
 from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pythons, like_a_number
 from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
-from xla_dtensor.compilation.trace.doubles import MAKERS, body_of, call_with_numbers
+from xla_dtensor.compilation.trace.doubles import (
+    MAKERS,
+    body_of,
+    call_with_numbers,
+    is_put_together,
+)
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import is_ours
 
 _Tensor = torch.Tensor
-_BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+# Functions with which a backward pass begins.
+BACKWARD = frozenset({_Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # Functions that show all values; then those that give the memory, to which Python may write.
 _TEXT = frozenset({_Tensor.__repr__, _Tensor.__format__})
 _MEMORY = frozenset(
@@ -75,18 +81,22 @@ class HostReads(TorchFunctionMode):
             if func in _ITEMS:
                 return self._item(func, *args)
         if args and (func in _OF_LISTS or func in _BY_VALUES):
-            for x in pytree.tree_leaves(args[1:] if func in _BY_VALUES else args[0]):
-                if x is not args[0] and is_on_host(x) and (x.ndim or func not in MAKERS):
-                    self._operations.look(x, "the elements")
+            given = args[1:] if func in _BY_VALUES else args[0]
+            data = args[1] if func is _Tensor.new_tensor and len(args) > 1 else args[0]
+            if func not in MAKERS or not is_put_together(data):
+                for x in pytree.tree_leaves(given):
+                    if x is not args[0] and is_on_host(x):
+                        self._operations.look(x, "the elements")
         if func is torch.Tensor.storage_offset and is_at_traced(getattr(args[0], "_steps", ())):
             refuse_offset()
-        if func in _BACKWARD and not count_of_function_modes():
+        if func in BACKWARD and not count_of_function_modes():
             # In this mode, so that Python in the backward pass (hooks, recomputation) is seen.
             with self:
                 return body_of(func)(*args, **(kwargs or {}))
         numbers = any(map(is_pythons, args)) or (kwargs and any(map(is_pythons, kwargs.values())))
         numbers = numbers or func in MAKERS or func in FUSED_OPTIMIZERS
-        if numbers and set(types) <= {torch.Tensor}:  # not functorch's wrappers
+        plain = set(types) <= {torch.Tensor} or func is _Tensor.new_tensor
+        if numbers and plain:  # not functorch's wrappers
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         # As a number that passes for a float where code asks for its type.

@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base import executor
+from xla_dtensor.base.numbers.row_counts import is_count
+from xla_dtensor.base.ours import is_ours
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.horovod.api.compression import Compression
 from xla_dtensor.horovod.collectives.kinds import (
     Allgather,
@@ -196,6 +201,7 @@ def alltoall(
         HorovodInternalError: the splits don't fit the rows or the ranks, or the ranks differ in
             dtype or another dim.
         ValueError: splits that are no integers.
+        UnsupportedOpError: splits that are values on the devices, in a compiled step.
 
     Example::
 
@@ -215,7 +221,25 @@ def _integers(splits: Any) -> Any:
         return None
     if isinstance(splits, PerRank):
         return PerRank(map(_integers, splits))
-    tensor = torch.as_tensor(splits)
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
-        raise ValueError(f"alltoall with splits of {tensor.dtype}: they are numbers of rows")
-    return tuple(tensor.reshape(-1).tolist())
+    if is_ours(splits) and splits._form.varying and executor.current().has_values:
+        each = [_integers(own) for own in splits.local_values()]
+        return PerRank(each) if len(each) > 1 else each[0]
+    if not (isinstance(splits, list | tuple) and any(map(is_count, splits))):
+        try:
+            tensor = torch.as_tensor(splits)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"alltoall with splits={splits!r}: they are how many rows go to each rank, a list "
+                "or a tensor of integers; where they depend on the rank, and one process drives "
+                "all ranks, hvd.per_rank(lambda rank: [...])"
+            ) from error
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+            raise ValueError(f"alltoall with splits of {tensor.dtype}: they are numbers of rows")
+        splits = tuple(tensor.reshape(-1).tolist())
+    if any(map(is_count, splits)):
+        raise UnsupportedOpError(
+            f"alltoall with splits that are values on the devices{user_line()}\nHorovod's are "
+            "known when it is called. Let torch's all_to_all_single have such ones "
+            "(counts.tolist()), or give a list of numbers"
+        )
+    return splits

@@ -49,6 +49,11 @@ class HorovodCollective:
         return False
 
     @property
+    def differs_by_rank(self) -> bool:
+        """Whether the caller, who speaks for all ranks, has said other things for each."""
+        return False
+
+    @property
     def is_fused(self) -> bool:
         """Whether those of one dtype are computed as one, of a buffer of them all."""
         return False

@@ -272,14 +272,17 @@ class Alltoall(HorovodCollective):
     """Each rank's rows go to the ranks.
 
     Attributes:
-        splits: how many go to each; None for equally many. Where the caller speaks for all ranks,
-            it may be a list by rank.
+        splits: how many go to each; None for equally many; a list, by rank, of who speaks for all.
     """
 
     splits: Any = None
 
     kind, xla_name = "alltoall", "all-to-all"
     rows_may_differ = True
+
+    @property
+    def differs_by_rank(self) -> bool:
+        return isinstance(self.splits, list)
 
     def of_rank(self, rank: int) -> Alltoall:
         return Alltoall(self.splits[rank]) if isinstance(self.splits, list) else self

@@ -99,6 +99,12 @@ class Devices(World):
                 "rank have no per-device tensor; do it outside of the step"
             )
             handle.results = all_at_once(call, handle.name, self._mesh)
+        elif call.collective.differs_by_rank:
+            raise UnsupportedOpError(
+                f"{call.kind} of one per-device tensor, with splits that differ from rank to rank: "
+                "what comes has other shapes on each, and a per-device tensor one on all; give a "
+                "tensor for each rank, too, hvd.PerRank(x.local_values())"
+            )
         else:
             self._of_tensors(call, handle)
         self._waiting[handle.name] = TraceScope()

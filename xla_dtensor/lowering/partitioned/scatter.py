@@ -163,23 +163,27 @@ def _repaired(
     ``first`` says are written there; ``axes`` are the index tensors' dims in both."""
     corner = tuple(slice(0, 1) if d in dims else slice(None) for d in range(x.ndim))
     kept = x[corner]
+    at_corner = jnp.ones((1,) * x.ndim, bool)
+    for d in dims:
+        shape = [-1 if e == d else 1 for e in range(x.ndim)]
+        at_corner = at_corner & (jnp.arange(x.shape[d]) == 0).reshape(shape)
     if method == "set":
         # Any of several: torch leaves open which. The last one.
         order = _order([value.shape[a] for a in axes]).reshape(
             [value.shape[d] if d in axes else 1 for d in range(value.ndim)]
         )
         last = jnp.max(jnp.where(first, order, -1))
-        chosen = jnp.where(order == last, value, jnp.zeros((), value.dtype))
-        written = jnp.where(last >= 0, _any(chosen, axes).reshape(kept.shape), kept)
-    else:
-        identity, reduce, combine = _COMBINED[method](value.dtype)
-        written = reduce(jnp.where(first, value, identity), axis=axes).reshape(kept.shape)
-        written = combine(kept, written)
-    at_corner = jnp.ones((1,) * x.ndim, bool)
-    for d in dims:
-        shape = [-1 if e == d else 1 for e in range(x.ndim)]
-        at_corner = at_corner & (jnp.arange(x.shape[d]) == 0).reshape(shape)
-    return jnp.where(at_corner, written.astype(x.dtype), out)
+        # By the greatest, as a sum with zeros would lose the sign of -0.0.
+        least = np.asarray(lowest(value.dtype)).astype(value.dtype)
+        if np.isnan(least):  # of 8 bits, without infinities
+            least = np.asarray(jnp.finfo(value.dtype).min)
+        chosen = jnp.max(jnp.where(order == last, value, least), axis=axes).reshape(kept.shape)
+        # Not put together with `kept`, which XLA cuts out of a sharded dim by a sum, too.
+        out = jnp.where(at_corner, kept, out)
+        return jnp.where(at_corner & (last >= 0), chosen, out)
+    identity, reduce, combine = _COMBINED[method](value.dtype)
+    written = reduce(jnp.where(first, value, identity), axis=axes).reshape(kept.shape)
+    return jnp.where(at_corner, combine(kept, written).astype(x.dtype), out)
 
 
 def _order(shape: Sequence[int]) -> jax.Array:
@@ -187,13 +191,6 @@ def _order(shape: Sequence[int]) -> jax.Array:
     for dim, size in enumerate(shape):
         result = result * size + lax.broadcasted_iota(np.int64, tuple(shape), dim)
     return result
-
-
-def _any(value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The one element along ``axes`` that isn't 0."""
-    if value.dtype.kind == "b":
-        return jnp.any(value, axis=axes)
-    return jnp.sum(value, axis=axes, dtype=value.dtype)
 
 
 def lowest(dtype: Any) -> Any:
