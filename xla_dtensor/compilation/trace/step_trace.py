@@ -74,6 +74,7 @@ class StepTrace(TracingProgram):
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self.outside: dict[int, ExternalTensor] = {}
         self.frame: Frame | None = None
+        self._taken_along: list[tuple[Storage, Form, Form]] = []
         self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jax.device_put(rng.words())
         self._array_ids: set[int] = set()
@@ -419,10 +420,28 @@ class StepTrace(TracingProgram):
         both = (*(outside for _, outside in self.before.values()), *self.outside.values())
         return list({id(outside): outside for outside in both}.values())
 
+    @property
+    def took_along(self) -> bool:
+        """Whether there was something to `take_along`."""
+        return bool(self._taken_along)
+
+    def take_along(self, tensors: Iterable[torch.Tensor], frame: Frame) -> None:
+        """Take tensors of the default device for ones on all of a program's devices, as they will
+        be when it runs: lowerings go by it (what XLA partitions wrongly they do in other ways)."""
+        tensors_: Iterable[Any] = filter(is_ours, tensors)
+        for storage in {tensor._storage_ for tensor in tensors_}:
+            form = storage.form
+            if form.frame is None and form.anywhere() is form:
+                storage.form = form.placed(frame)  # not `reform`: it is undone
+                self._taken_along.append((storage, form, storage.form))
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
+        for storage, before, taken in self._taken_along:
+            if storage.form is taken:
+                storage.form = before
         found = self._all_outside()
         for outside in found:
             outside.switch_back()
