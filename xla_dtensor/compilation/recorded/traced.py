@@ -302,6 +302,7 @@ class Traced:
                     f"the step changes {changed}: that would happen when it is traced, not in "
                     "every call; do it outside of the compiled step"
                 )
+        trace.note_left()
         outputs = self.outputs = TracedOutputs(trace, self.host)
         objects = self._made
         flat, outputs.tree = objects.flatten(result.pop())

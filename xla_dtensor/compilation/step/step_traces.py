@@ -80,6 +80,8 @@ class StepTraces:
         traced = self._with_cuts(arguments, family, missed)
         while not family.programs and _let_vary(traced, arguments):
             traced = self._with_cuts(arguments, family, missed)
+        if not family.programs and _settle(traced):
+            traced = self._with_cuts(arguments, family, missed)
         self.read(traced.watch.names.reads)
         return traced
 
@@ -214,6 +216,15 @@ class StepTraces:
             logger.info("%s: its numbers stay constants: %s", name_of(self._function), error)
             family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
+
+
+def _settle(traced: Traced) -> bool:
+    """Whether there was a setting that the step leaves otherwise than it has found it, and that may
+    as well be so from the start (torchtitan's ``set_reshard_after_forward`` in each step)."""
+    settled = [settle() for settle in traced.trace.settling]
+    if any(settled):
+        traced.undo()
+    return any(settled)
 
 
 def _let_vary(traced: Traced, arguments: Arguments) -> bool:
