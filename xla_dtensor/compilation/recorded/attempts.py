@@ -34,11 +34,13 @@ def trace(
     dynamic: frozenset[int],
     carried: frozenset[str],
     positions: bool = True,
+    known: Watch | None = None,
 ) -> tuple[Traced, Exception | None]:
     """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
     Python can't do with that; then also why.
 
     Args:
+        known: what is known of what it can read.
         positions: whether what they index by may be an input, too. Where the step can't do with
             that alone (it returns ``x[n]``, which is a view), it is part of the program.
     """
@@ -56,7 +58,7 @@ def trace(
     while True:
         numbers, used = ways.pop(0)
         try:
-            traced = _trace(function, arguments, numbers, carried, used)
+            traced = _trace(function, arguments, numbers, carried, used, known)
             return traced, None if numbers == dynamic else failed
         except Exception as error:
             if used is not None and not used.used:
@@ -72,6 +74,7 @@ def _trace(
     dynamic: frozenset[int],
     carried: frozenset[str],
     positions: Positions | None = None,
+    known: Watch | None = None,
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages, or
     to code that torch calls, for the first time, it may not be the first one. One more may be
@@ -79,11 +82,13 @@ def _trace(
     inputs, and one where it doesn't compute on the mesh of what it could reach."""
     fixed, knows_frame = False, True
     unmet: list[FunctionType] = []
-    known: Watch | None = None
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
+        nonlocal known
         about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
-        return Traced(Start(*about, knows_frame=knows_frame), positions)
+        start = Start(*about, knows_frame=knows_frame)
+        known = start.watch  # a further attempt's walk begins with its names
+        return Traced(start, positions)
 
     while True:
         recorder = CodeRecorder()
@@ -114,4 +119,4 @@ def _trace(
             traced.undo()
             knows_frame = knows_frame and not traced.is_misplaced
             unmet += met
-            known = traced.unforeseen
+            known = traced.unforeseen or known

@@ -17,6 +17,7 @@ from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.objects.carried import each_once
 from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
+from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.effects import PlacesBefore
 from xla_dtensor.compilation.watch.watch import Watch
@@ -93,7 +94,11 @@ class Start:
         self.executed = recorder.executed()
         self.watch = Watch(self.roots, carried, self.executed, True, known=known, fixed=fixed)
         names = self.watch.names
-        caller.check_reads(names.reads)
+        try:
+            caller.check_reads(names.reads)
+        except ReadsMore as more:
+            more.watch = self.watch
+            raise
         self.carried = each_once(self.watch.reached.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
