@@ -131,7 +131,7 @@ class Chain:
 
 
 def test_a_second_walk_begins_with_the_names_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first finds that the step reads an attribute of its argument, which is then in the key."""
+    """The first finds that the step reads an attribute of its argument, which goes into the key."""
     rounds = 0
 
     class Counted(watch.Walk):
