@@ -39,7 +39,7 @@ def inference() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "most"), [(inference, 62), (training, 72)], ids=lambda v: getattr(v, "__name__", v)
+    ("case", "most"), [(inference, 64), (training, 74)], ids=lambda v: getattr(v, "__name__", v)
 )
 def test_few_functions_are_called(case: Callable[[], Callable[..., Any]], most: int) -> None:
     step, x = xd.compile(case(), audit=0), torch.randn(2, 4).to("xla")

@@ -42,6 +42,7 @@ from tests.parallel.harness import (
     sharded,
     sizes,
 )
+from xla_dtensor.parallel._state import states_of
 
 # --- accumulation, factors, precision -------------------------------------------------------------
 
@@ -240,6 +241,30 @@ def test_set_reshard_after_forward(mesh8: DeviceMesh) -> None:
     assert counts == [13, 8]
     with pytest.raises(ValueError, match="should be a bool"):
         model.set_reshard_after_forward(2)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_that_sets_it_is_one_program(mesh8: DeviceMesh, named: bool) -> None:
+    """torchtitan's chunked loss does, and leaves it on where it was off. Whether the walk has known
+    of it, and so has undone it after a trace, hangs on what else the step's code names."""
+    model, expected = shard_blocks(reference(), mesh=mesh8), reference()
+    model.set_reshard_after_forward(False)
+
+    @xd.compile
+    def step(x: torch.Tensor) -> Any:
+        loss = loss_of(model(x))
+        model.set_reshard_after_forward(False)
+        loss.backward()
+        model.set_reshard_after_forward(True)
+        return [s.reshard_after_forward for s in states_of(model)] if named else None
+
+    for _ in range(3):
+        model.zero_grad()
+        step(per_device(batches(8), mesh8, ["dp"]))
+    averaged_gradients(expected, batches(8))
+    check_gradients(model, expected)
+    assert step.compilations == 1
+    assert {s.reshard_after_forward for s in states_of(model)} == {True}
 
 
 def test_modified_between_forward_and_backward(mesh8: DeviceMesh) -> None:

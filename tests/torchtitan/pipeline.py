@@ -65,13 +65,18 @@ def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) ->
         pipeline = xd.pipeline.PipelineSchedule(
             Schedule1F1B, stages, plan.micro_batches, _loss(spec, plan, stages), scale_grads=False
         )
-        optimizers, schedulers = release.optimizers(models, spec, steps, dims[-1])
+        # As each rank has, of its stage: experts are balanced by the counts of all its layers.
+        own = [
+            release.optimizers([model], spec, steps, of_stage)
+            for model, of_stage in zip(models, dims, strict=True)
+        ]
         run = Run([], [])
         for batch in batches(steps, release.vocabulary(spec), plan):
             placed = (harness.to_ranks(t, plan, dims[0]) for t in batch.tensors)
             tokens, labels, positions = placed
             losses: list[Any] = []
-            optimizers.zero_grad()
+            for optimizers, _ in own:
+                optimizers.zero_grad()
             pipeline.step(
                 tokens,
                 positions=positions,
@@ -82,8 +87,9 @@ def on_mesh(spec: Any, plan: Plan, state: Any, steps: int, *, compiled: bool) ->
             )
             parameters = [p for model in models for p in model.parameters()]
             norm = dist_utils.clip_grad_norm_(parameters, 1.0, foreach=True, **plan.about_experts)
-            optimizers.step()
-            schedulers.step()
+            for optimizers, schedulers in own:
+                optimizers.step()
+                schedulers.step()
             run.losses.append(sum(release.total(loss.detach(), dims[-1]) for loss in losses))
             run.norms.append(norm.item())
         run.recompilations = [r for s in stages if compiled for r in s.compiled.recompilations]

@@ -160,8 +160,15 @@ class Executor:
 
     # --- what torch and Python do -------------------------------------------------------------
 
-    def depends_on(self, read: Callable[[], Any], text: str) -> None:
-        """Python decides by what ``read`` gives; ``text`` names it."""
+    def depends_on(
+        self,
+        read: Callable[[], Any],
+        text: str,
+        settle: Callable[[Any, Any], bool] | None = None,
+    ) -> None:
+        """Python decides by what ``read`` gives; ``text`` names it. Where a step leaves something
+        else than it has found, ``settle(found, left)`` may put that there before the first call, if
+        it computes the same so: then the second call is no other program. Whether it has."""
 
     def reads_grad(self, tensor: Any) -> None:
         """Python looks at ``tensor.grad``."""

@@ -52,6 +52,7 @@ class Form:
 
     __slots__ = (
         "__weakref__",
+        "_anywhere",
         "_at_start",
         "dim_axes",
         "dtype",
@@ -87,6 +88,7 @@ class Form:
     sharding: Any
     spec: DTensorSpec | None
     dim_axes: tuple[tuple[str, ...], ...]
+    _anywhere: Form | None
     _at_start: Form | None
 
     @property
@@ -228,6 +230,17 @@ class Form:
             return self
         about = self.shape, self.stride, self.offset, self.dtype
         return device_form(frame, *about, meta=self.meta)
+
+    def anywhere(self) -> Form | None:
+        """Of a per-device tensor with one value, which is `placed` with what it is computed with:
+        its form on no frame, the same one wherever it lies. None for any other."""
+        if self.mesh is not None or self.varying or self.meta or self.memory is not None:
+            return None
+        if self.frame is None:
+            return self
+        if self._anywhere is None:
+            self._anywhere = device_form(None, self.shape, self.stride, self.offset, self.dtype)
+        return self._anywhere
 
     def _reduce(self, array: jax.Array) -> jax.Array:
         assert self.placements is not None
@@ -379,7 +392,7 @@ def _new_form(
     form: Form = object.__new__(Form)
     form.varying, form.meta, form.memory = varying, meta, memory
     form.shape, form.stride, form.offset, form.dtype = shape, stride, offset, dtype
-    form.jax_dtype, form._at_start = to_jax_dtype(dtype), None
+    form.jax_dtype, form._at_start, form._anywhere = to_jax_dtype(dtype), None, None
     return form
 
 

@@ -64,12 +64,19 @@ class Settings(ComposableState):
         """
         names = ", ".join(type(module).__name__ for module in self.modules)
         text = f"the data-parallel settings of {names}"
-        executor.current().depends_on(self._compared, text)
+        executor.current().depends_on(self._compared, text, self._settle)
 
     def _compared(self) -> _Compared:
         return _Compared(
             self.reduces, self.divide_factor, self.reshard_after_forward, self.unsharded
         )
+
+    def _settle(self, found: _Compared, left: _Compared) -> bool:
+        """Reshard from the first step on as after it, which only takes other memory."""
+        changed = found.reshard_after_forward != left.reshard_after_forward
+        if changed:
+            self.reshard_after_forward = left.reshard_after_forward
+        return changed
 
     def after_backward(self, managed: Any) -> None:
         """The gradient of ``managed`` has been taken in."""

@@ -9,6 +9,8 @@ from xla_dtensor.compilation.objects.global_state import STATE, text_of
 from xla_dtensor.compilation.objects.kinds import kind_of
 from xla_dtensor.tensors.of_form import is_ours
 
+OTHER = "an argument"
+
 
 def paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """What arguments consist of, in order: (name in messages, part, whether it is a leaf)."""
@@ -37,9 +39,9 @@ def _visit(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, bo
         yield from _visit(place.label(key), part, seen)
 
 
-def _lying(value: Any) -> str:
+def lying(value: Any, frame: Any) -> str:
     """A tensor with the devices that it lies on, where nothing else tells it from another."""
-    return f"{text_of(value)} on {value._form.frame or 'the default device'}"
+    return f"{text_of(value)} on {frame or 'the default device'}"
 
 
 def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]) -> str | None:
@@ -57,7 +59,7 @@ def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]
         if own != theirs:
             texts = text_of(before), text_of(now)
             if texts[0] == texts[1] and is_ours(now) and is_ours(before):
-                texts = _lying(before), _lying(now)
+                texts = lying(before, before._form.frame), lying(now, now._form.frame)
             return f"{name}: from {texts[0]} to {texts[1]}"
     if mine.key[2] != other.key[2]:
         return "which of the arguments share memory"

@@ -14,7 +14,7 @@ import torch
 from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
 from xla_dtensor.base.tables.keys import exact
 from xla_dtensor.base.torch_private.attributes import is_view
-from xla_dtensor.compilation.call.argument_names import difference, paths, paths_by_id
+from xla_dtensor.compilation.call.argument_names import OTHER, difference, paths, paths_by_id
 from xla_dtensor.compilation.call.buckets import Length, Padding
 from xla_dtensor.compilation.code.identities import SameIdentity, aliases
 from xla_dtensor.compilation.code.names import is_library_class
@@ -58,6 +58,8 @@ class Arguments:
     Attributes:
         values: what they consist of (`kinds`): tensors, numbers, and all that isn't taken apart.
         tensors: the tensors among them, and those in attributes of tensors; inputs of the program.
+        anywhere: the per-device ones with one value. The key doesn't have the devices that they lie
+            on, which follow from what eager operations were launched with.
         numbers: the numbers (not bools) among the values that may be inputs, by position.
         fields: which of those are inside of dataclasses.
         containers: the objects that were taken apart: lists, dicts, dataclasses.
@@ -94,6 +96,7 @@ class Arguments:
         self._asked = _ASKED & (reads or frozenset())
         self.values: list[Any] = []
         self.tensors: list[torch.Tensor] = []
+        self.anywhere: list[Any] = []
         self.numbers: dict[int, int | float] = {}
         self.containers: list[Any] = []
         self.arrays: list[tuple[Any, Any]] = []
@@ -169,8 +172,13 @@ class Arguments:
         if hooks:
             self._objects += [("a hook of ", value, hook) for hook in hooks if callable(hook)]
         memory, steps = value._storage_.form, value._steps
+        form = value._form if steps else memory
+        anywhere = memory.anywhere()
+        if anywhere is not None:
+            self.anywhere.append(value)
+            form, memory = (form.anywhere() or form) if steps else anywhere, anywhere
         return (
-            value._form if steps else memory,
+            form,
             memory,
             steps,
             requires_grad,
@@ -245,6 +253,7 @@ class Arguments:
         more = given._copy()
         more.given = given
         more.values, more.tensors = list(given.values), list(given.tensors)
+        more.anywhere = list(given.anywhere)
         more.numbers = dict(given.numbers)
         names: list[str] = []
         more.containers, more._index, more._parts = [], {}, []
@@ -296,7 +305,7 @@ class Arguments:
         and the like get them for the time of the trace. Attributes of tensors that aren't among
         ``reads`` are hidden: the step may assign them, be it what is there already."""
         for tensor in self.tensors if reads is not None else ():
-            place = Attributes(tensor, "an argument")
+            place = Attributes(tensor, OTHER)
             for name in place.content().keys() - (reads or frozenset()):
                 plant(place, name, UNREAD)
         self.end_trace()
@@ -313,7 +322,7 @@ class Arguments:
         args = tuple(mapped(value, other, plant, done) for value in self.args)
         kwargs = {name: mapped(value, other, plant, done) for name, value in self.kwargs.items()}
         for tensor in self.tensors if self._cut else ():
-            place = Attributes(tensor, "an argument")
+            place = Attributes(tensor, OTHER)
             for name, value in place.content().items():
                 new = mapped(value, lambda leaf: self._cut.get(id(leaf), leaf), plant, done)
                 if new is not value:
@@ -372,7 +381,7 @@ class Arguments:
         return [
             place
             for value in (*self.containers, *self.tensors)
-            for place in places_of(value, paths.get(id(value), "an argument"))
+            for place in places_of(value, paths.get(id(value), OTHER))
         ]
 
     def is_spoilt(self) -> bool:
@@ -389,8 +398,7 @@ class Arguments:
         """What the step's code may read from: (name in messages, object)."""
         paths = paths_by_id(self.args, self.kwargs) if self._objects else {}
         return [
-            (prefix + paths.get(id(value), "an argument"), thing)
-            for prefix, value, thing in self._objects
+            (prefix + paths.get(id(value), OTHER), thing) for prefix, value, thing in self._objects
         ]
 
     # --- for messages -------------------------------------------------------------------------
@@ -404,6 +412,11 @@ class Arguments:
         """The names of the numbers, by position."""
         names = self.names()
         return {i: names[i] for i in self.numbers}
+
+    def name_of(self, tensor: Any) -> str:
+        """What a tensor among the values is called in messages."""
+        names = self.names()
+        return next((n for n, v in zip(names, self.values, strict=False) if v is tensor), OTHER)
 
     def difference(self, other: Arguments) -> str | None:
         """What differs from another call, in words; None if nothing but numbers does."""

@@ -10,7 +10,6 @@ from typing import Any
 from xla_dtensor.base import epoch
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.sources import ArraySource
-from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.storage import Pending, Storage
 from xla_dtensor.mesh import Frame
 
@@ -70,12 +69,12 @@ class Arrays:
         return None
 
     def _differ(self, storages: Iterable[tuple[int, Storage]]) -> str | None:
-        forms = self._forms
+        forms, frame = self._forms, self._frame
         for i, storage in storages:
             form, before = storage.form, forms[i]
             if form is before:
                 continue
-            if before is None or not _same_kind(form, before):
+            if form.placed(frame) is not before.placed(frame):  # as `_place` will have it
                 return f"captured state: from {before!r} to {form!r}"
             forms[i] = form
             self._are_fixed_placed = False
@@ -139,18 +138,6 @@ def refuse_deleted(arrays: Iterable[Any]) -> None:
                 f"a tensor of shape {list(array.shape)} has lost its value, because a compiled "
                 "step failed on the devices while it overwrote it: load the last checkpoint"
             )
-
-
-def _same_kind(a: Form, b: Form) -> bool:
-    """Whether a per-device tensor only moved from one device to all of them, or back."""
-    return (
-        a.mesh is None
-        and b.mesh is None
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.varying == b.varying
-        and (a.frame is None or b.frame is None)
-    )
 
 
 def outputs_in_order(donated: Iterable[ArraySource], count: int) -> list[int]:

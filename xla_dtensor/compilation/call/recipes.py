@@ -121,7 +121,8 @@ class ViewRecipe(SharedRecipe):
         if not all(isinstance(step, ViewStep) and step.op is not None for step in self._further):
             frame = base._storage_.form.frame
             base._storage_.introduce(base)
-            tensor = self.cls(base._storage_, self.form.placed(frame), self.steps)
+            form = (self.form.anywhere() or self.form).placed(frame)
+            tensor = self.cls(base._storage_, form, self.steps)
             base._storage_.share_writes(base, tensor)
             return tensor
         for step in self._further:

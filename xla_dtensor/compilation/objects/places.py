@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -132,7 +133,8 @@ class Entries(Chosen):
         return id(self.owner if self.setter is None else self.setter)
 
     def content(self) -> dict[Any, Any]:
-        return {key: self.owner.get(key, MISSING) for key in self.keys}
+        found = map(self.owner.get, self.keys, itertools.repeat(MISSING))
+        return dict(zip(self.keys, found, strict=True))
 
     def at(self, key: Any) -> Any:
         return self.owner.get(key, MISSING)

@@ -81,7 +81,13 @@ def names_of_reader(name: str) -> Names:
 
 class ReadsMore(BaseException):
     """A step reads attributes of tensors among its arguments that it wasn't known to read: the call
-    has another key. No error of the step's."""
+    has another key. No error of the step's.
+
+    Attributes:
+        reads: the names of attributes that it reads; None: it may read any.
+        watch: what has found that, where a further trace's walk may begin.
+    """
 
     def __init__(self, reads: frozenset[str] | None) -> None:
         self.reads = reads
+        self.watch: Any = None

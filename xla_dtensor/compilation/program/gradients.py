@@ -11,23 +11,24 @@ import torch
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
+from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.base import grad_of, grad_of_tensor
 
 
 class _Found:
     """What a program needs to know of a gradient that it has found; a view can only be itself."""
 
-    __slots__ = ("cls", "form", "view")
+    __slots__ = ("anchor", "cls", "form", "view")
 
-    def __init__(self, grad: Any) -> None:
-        self.cls, self.form = type(grad), grad._form
+    def __init__(self, grad: Any, anchor: Frame | None) -> None:
+        self.cls, self.form, self.anchor = type(grad), grad._form.placed(anchor), anchor
         self.view = grad if grad._steps else None
 
     def is_like(self, grad: Any) -> bool:
         """Whether a gradient of now does as well."""
         if grad._steps or self.view is not None:
             return grad is self.view
-        return type(grad) is self.cls and grad._form is self.form
+        return type(grad) is self.cls and grad._form.placed(self.anchor) is self.form
 
 
 class Gradients:
@@ -38,13 +39,18 @@ class Gradients:
         outside: the tensors from outside of the step.
         arguments: of the first call.
         storages: the ids of other memory that the step uses.
+        anchor: `Traced.anchor`.
 
     Attributes:
         leaves: those whose gradients matter.
     """
 
     def __init__(
-        self, outside: Sequence[ExternalTensor], arguments: Arguments, storages: frozenset[int]
+        self,
+        outside: Sequence[ExternalTensor],
+        arguments: Arguments,
+        storages: frozenset[int],
+        anchor: Frame | None,
     ) -> None:
         self._storages = storages
         self.leaves = [o for o in outside if o.takes_gradient and not o.cleared]
@@ -57,7 +63,7 @@ class Gradients:
                 self._without = leaves
         self._no_grads = [None] * len(self.leaves)
         self._share = self._sharing(grads, arguments) if grads else None
-        self._before = [None if o.grad is None else _Found(o.grad) for o in self.leaves]
+        self._before = [None if o.grad is None else _Found(o.grad, anchor) for o in self.leaves]
 
     def mismatch(self, arguments: Arguments) -> str | None:
         """What is another gradient now, or None."""

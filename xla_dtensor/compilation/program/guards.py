@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_dtensor.base import epoch
+from xla_dtensor.compilation.call.argument_names import lying
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.retraces import changed_numbers
 from xla_dtensor.compilation.call.run import Prepared
@@ -20,6 +21,7 @@ from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged, values_of
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.mesh import Frame
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,16 @@ class Guards:
         self._decisions = [*{d.text: d for d in trace.numbers.decisions}.values()]
         self._decided_by = ""  # repr of the numbers for which all were last seen to hold
         self._looked_at = traced.host.looked_at
-        gradients = Gradients(traced.outside, arguments, inputs.storages)
+        gradients = Gradients(traced.outside, arguments, inputs.storages, traced.anchor)
         known = traced.inputs
         given = known.bound_arguments or known.bound_on_host or known.free_arguments
         # Only hooks that are there: a user may empty their dict; one that is added moves the epoch.
         hooked = [o for o in (*traced.outside, *traced.others) if o.hooks and o.is_fixed]
+        lay = [tensor._storage_.form.frame for tensor in arguments.anywhere]
         checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
             (gradients.mismatch, gradients.leaves),
             (functools.partial(_other_arguments, traced.inputs, inputs.storages), given),
+            (functools.partial(_other_devices, traced.anchor, lay), lay),
             (functools.partial(_other_ids, traced.asked), traced.asked),
             (inputs.donated.mismatch, inputs.donated.sources),
             (inputs.kept.mismatch, inputs.kept.sources),
@@ -207,6 +211,22 @@ def _other_arguments(traced: TracedInputs, own: frozenset[int], arguments: Argum
     for index in traced.free_arguments:
         if id(tensors[index]._storage_) in own:
             return "an argument, which is a tensor that the step uses anyway"
+    return None
+
+
+def _other_devices(
+    anchor: Frame | None, lay: list[Frame | None], arguments: Arguments
+) -> str | None:
+    """
+    Args:
+        anchor: `Traced.anchor`, which tensors of the default device are copied to.
+        lay: where the arguments with one value lay in the call that was traced.
+    """
+    for tensor, before in zip(arguments.anywhere, lay, strict=True):
+        now = tensor._storage_.form.frame
+        if (now or anchor) is not (before or anchor):
+            change = f"from {lying(tensor, before)} to {lying(tensor, now)}"
+            return f"{arguments.name_of(tensor)}: {change}"
     return None
 
 

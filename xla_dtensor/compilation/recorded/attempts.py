@@ -14,7 +14,7 @@ from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
-from xla_dtensor.errors import DataDependentError
+from xla_dtensor.errors import DataDependentError, MeshMismatchError
 
 
 class Attempt:
@@ -34,11 +34,13 @@ def trace(
     dynamic: frozenset[int],
     carried: frozenset[str],
     positions: bool = True,
+    known: Watch | None = None,
 ) -> tuple[Traced, Exception | None]:
     """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
     Python can't do with that; then also why.
 
     Args:
+        known: what is known of what it can read.
         positions: whether what they index by may be an input, too. Where the step can't do with
             that alone (it returns ``x[n]``, which is a view), it is part of the program.
     """
@@ -56,7 +58,7 @@ def trace(
     while True:
         numbers, used = ways.pop(0)
         try:
-            traced = _trace(function, arguments, numbers, carried, used)
+            traced = _trace(function, arguments, numbers, carried, used, known)
             return traced, None if numbers == dynamic else failed
         except Exception as error:
             if used is not None and not used.used:
@@ -72,18 +74,21 @@ def _trace(
     dynamic: frozenset[int],
     carried: frozenset[str],
     positions: Positions | None = None,
+    known: Watch | None = None,
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages, or
     to code that torch calls, for the first time, it may not be the first one. One more may be
-    needed for `host_random`, and one where the step's Python can't do with hyperparameters that are
-    inputs."""
-    fixed = False
+    needed for `host_random`, one where the step's Python can't do with hyperparameters that are
+    inputs, and one where it doesn't compute on the mesh of what it could reach."""
+    fixed, knows_frame = False, True
     unmet: list[FunctionType] = []
-    known: Watch | None = None
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
-        start = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
-        return Traced(Start(*start), positions)
+        nonlocal known
+        about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
+        start = Start(*about, knows_frame=knows_frame)
+        known = start.watch  # a further attempt's walk begins with its names
+        return Traced(start, positions)
 
     while True:
         recorder = CodeRecorder()
@@ -100,14 +105,18 @@ def _trace(
         except Exception as error:
             if attempt.is_final(error):
                 raise
+            if knows_frame and isinstance(error, MeshMismatchError):
+                knows_frame = False
+                continue
             if not recorder.grown:
                 if fixed or not recorder.feeds or isinstance(error, DataDependentError):
                     raise
                 fixed, known = True, None
         else:
             met = [f for f in functions_of(recorder.unmet) if f not in unmet]
-            if not (traced.unforeseen or met):
+            if not (traced.unforeseen or met or traced.is_misplaced):
                 return traced
             traced.undo()
+            knows_frame = knows_frame and not traced.is_misplaced
             unmet += met
-            known = traced.unforeseen
+            known = traced.unforeseen or known

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import NamedSharding
 
 
 def text_of(jaxpr: Any, indent: str = "") -> str:
@@ -40,6 +41,8 @@ def _option(value: Any, indent: str) -> str:
         return f"\n{text_of(value, indent + '  ')}\n{indent}"
     if isinstance(value, tuple | list):
         return f"({', '.join(_option(part, indent) for part in value)})"
+    if isinstance(value, NamedSharding) and not any(value.spec):
+        return "None"  # JAX asks constants where they lie: on one device, or whole on each
     if callable(value):
         return getattr(value, "__name__", type(value).__name__)
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))

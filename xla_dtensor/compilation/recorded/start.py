@@ -17,10 +17,12 @@ from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.objects.carried import each_once
 from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
+from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.effects import PlacesBefore
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class Start:
@@ -35,6 +37,7 @@ class Start:
         fixed: whether the Python finds optimizers' hyperparameters as they are.
         unmet: functions that another trace has run, and that nothing leads to.
         known: what could be read by all code that another trace has run.
+        knows_frame: whether the program runs where what it can reach lies.
 
     Attributes:
         function, recorder, fixed: as given.
@@ -48,6 +51,9 @@ class Start:
         arguments: those that the Python is given: without what they were computed from.
         cut: the tensors among them that have a history for the caller.
         ids: the arguments whose ``id`` it asks for.
+        leaves: the tensors that it is known to reach.
+        frame: the devices of all those that can lie nowhere else; None if they are of several
+            meshes, or of none.
         surroundings: the places that it may change.
 
     Raises:
@@ -65,6 +71,7 @@ class Start:
         fixed: bool,
         unmet: Sequence[FunctionType],
         known: Watch | None = None,
+        knows_frame: bool = True,
     ) -> None:
         if torch_private.parametrizations_are_cached():
             raise DataDependentError(
@@ -87,7 +94,11 @@ class Start:
         self.executed = recorder.executed()
         self.watch = Watch(self.roots, carried, self.executed, True, known=known, fixed=fixed)
         names = self.watch.names
-        caller.check_reads(names.reads)
+        try:
+            caller.check_reads(names.reads)
+        except ReadsMore as more:
+            more.watch = self.watch
+            raise
         self.carried = each_once(self.watch.reached.carried)
         call, now = caller.carrying(self.carried), arguments.carrying(self.carried)
         assert call is not None and now is not None  # the watch has looked at each
@@ -98,6 +109,10 @@ class Start:
         self.watch.remember_caches()
         self.surroundings = PlacesBefore(self.watch, now)
         self.ids = AskedIds(now, names.calls("id"))
+        self.leaves = [*self.watch.leaves, *now.tensors]
+        forms = {tensor._storage_.form for tensor in filter(is_ours, self.leaves)}
+        frames = {form.frame for form in forms if form.frame and form.anywhere() is None}
+        self.frame = frames.pop() if knows_frame and len(frames) == 1 else None
 
     def finds(self, tensor: torch.Tensor) -> bool:
         """Whether the step finds a tensor elsewhere than among its arguments."""

@@ -15,6 +15,7 @@ from xla_dtensor.base.numbers.math_of_numbers import MathOfNumbers
 from xla_dtensor.base.numbers.python_numbers import like_a_number
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import Cuts
+from xla_dtensor.compilation.call.sources import ArraySource
 from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
 from xla_dtensor.compilation.code.installed import users_code
@@ -61,12 +62,17 @@ class Traced:
         dynamic: the numbers that are inputs.
         cuts: of a step whose arguments are padded, what of its results is cut back.
         fixed: whether its Python found optimizers' hyperparameters as they were.
+        frame: the devices that the program runs on.
+        anchor: the same, if something that it takes lies there and can lie nowhere else: then it
+            doesn't matter where tensors with one value are (`Form.anywhere`).
+        is_misplaced: whether it took tensors along to devices that aren't those.
         unforeseen: if it has run code of installed packages that may have changed what the trace
             didn't know of, so that it has to be made again: what is known now.
     """
 
     cuts: Cuts | None = None
     unforeseen: Watch | None = None
+    is_misplaced = False
 
     def __init__(self, start: Start, positions: Positions | None) -> None:
         self.names_of_carried, self.fixed = start.names_of_carried, start.fixed
@@ -83,6 +89,10 @@ class Traced:
             self.frame = self.trace.frame
             self.jaxpr = jax_private.jaxpr_of(closed)
             self.inputs = TracedInputs(self.outputs, start.arguments, self.watch, closed.consts)
+            forms = [s.form for s in self.inputs.sources if isinstance(s, ArraySource)]
+            held = any(f.frame is self.frame and f.anywhere() is None for f in forms)
+            self.anchor = self.frame if held else None
+            self.is_misplaced = self.trace.took_along and self.anchor is not start.frame
         except BaseException:
             self._abandon(start.surroundings)
             raise
@@ -91,7 +101,7 @@ class Traced:
         """Make what is told while the step's Python runs."""
         watch, arguments = start.watch, start.arguments
         reached, names = watch.reached, watch.names
-        self.trace = trace = StepTrace([*watch.leaves, *arguments.tensors])
+        self.trace = trace = StepTrace(start.leaves)
         trace.positions = positions
         self.schedulers = DeferredSchedulers()
         start.recorder.feeds = watch.feeds_users
@@ -116,6 +126,8 @@ class Traced:
 
         was_compiling = torch_private.set_compiling(True)
         try:
+            if start.frame is not None:
+                trace.take_along(start.leaves, start.frame)
             with (
                 none_drawn(watch.reached.random_sources),
                 nothing_consumed(watch),
@@ -290,6 +302,7 @@ class Traced:
                     f"the step changes {changed}: that would happen when it is traced, not in "
                     "every call; do it outside of the compiled step"
                 )
+        trace.note_left()
         outputs = self.outputs = TracedOutputs(trace, self.host)
         objects = self._made
         flat, outputs.tree = objects.flatten(result.pop())

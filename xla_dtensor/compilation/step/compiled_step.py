@@ -237,7 +237,7 @@ class CompiledStep(BaseStep):
             try:
                 traced = traces.as_called(arguments, self._families)
             except ReadsMore as more:
-                traces.read(more.reads)
+                traces.read(more.reads, more.watch)
                 traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
             try:
                 return look(self._program(traced, traced.take_call(), None))
@@ -401,7 +401,7 @@ class CompiledStep(BaseStep):
             try:
                 traced = self._traces.made(arguments, family, missed)
             except ReadsMore as more:
-                self._traces.read(more.reads)
+                self._traces.read(more.reads, more.watch)
                 given = arguments.args, arguments.kwargs
                 return self._call(Arguments(*given, self._traces.reads, arguments.padding))
         self._traces.compare_what_it_assigns(traced, missed.paths if missed else frozenset())

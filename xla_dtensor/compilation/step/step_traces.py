@@ -22,6 +22,7 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.base_step import name_of
 from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.watch.effects import counter_refused, goes_on, is_counted_on
+from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.movement.vary import let_vary
 from xla_dtensor.tensors.of_form import is_ours
@@ -43,6 +44,7 @@ class StepTraces:
     def __init__(self, function: Callable[..., Any], buckets: BucketedArguments | None) -> None:
         self._function, self._buckets = function, buckets
         self.reads: frozenset[str] | None = frozenset()
+        self._known: Watch | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -62,9 +64,10 @@ class StepTraces:
         other._not_carried, other._left_alone = dict(self._not_carried), set(self._left_alone)
         return other
 
-    def read(self, names: frozenset[str] | None) -> None:
-        """The code is known to read attributes of these names; None for any."""
-        known = self.reads
+    def read(self, names: frozenset[str] | None, watch: Watch | None = None) -> None:
+        """The code is known to read attributes of these names; None for any. ``watch`` has found it
+        out, and the next trace needn't again."""
+        known, self._known = self.reads, watch
         self.reads = None if names is None or known is None else names | known
 
     def made(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
@@ -79,6 +82,8 @@ class StepTraces:
             family.varies(arguments)
         traced = self._with_cuts(arguments, family, missed)
         while not family.programs and _let_vary(traced, arguments):
+            traced = self._with_cuts(arguments, family, missed)
+        if not family.programs and _settle(traced):
             traced = self._with_cuts(arguments, family, missed)
         self.read(traced.watch.names.reads)
         return traced
@@ -206,14 +211,24 @@ class StepTraces:
             raise counter_refused(again[0]) from next(filter(None, failed), None)
 
     def _once(self, arguments: Arguments, family: Family) -> Traced:
+        known, self._known = self._known, None
         traced, error = trace(
-            self._function, arguments, family.dynamic, self._carried, family.positions
+            self._function, arguments, family.dynamic, self._carried, family.positions, known
         )
         family.positions = traced.trace.positions is not None
         if error is not None:
             logger.info("%s: its numbers stay constants: %s", name_of(self._function), error)
             family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
+
+
+def _settle(traced: Traced) -> bool:
+    """Whether there was a setting that the step leaves otherwise than it has found it, and that may
+    as well be so from the start (torchtitan's ``set_reshard_after_forward`` in each step)."""
+    settled = [settle() for settle in traced.trace.settling]
+    if any(settled):
+        traced.undo()
+    return any(settled)
 
 
 def _let_vary(traced: Traced, arguments: Arguments) -> bool:

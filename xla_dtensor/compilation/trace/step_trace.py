@@ -72,8 +72,12 @@ class StepTrace(TracingProgram):
         # The numbers that the step's Python has been given or has computed.
         self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
+        self._settling: list[tuple[Callable[[], Any], Any, Callable[[Any, Any], bool]]] = []
+        # What puts settings that the step leaves otherwise where it would find them in later calls.
+        self.settling: list[Callable[[], bool]] = []
         self.outside: dict[int, ExternalTensor] = {}
         self.frame: Frame | None = None
+        self._taken_along: list[tuple[Storage, Form, Form]] = []
         self.random = thread_state.RandomNumbers(*rng.position(), self.refuse)
         self.rng_words = jax.device_put(rng.words())
         self._array_ids: set[int] = set()
@@ -230,9 +234,23 @@ class StepTrace(TracingProgram):
     def asserted(self) -> list[Any] | None:
         return None if self.differentiating else self.must_hold.own
 
-    def depends_on(self, read: Callable[[], Any], text: str) -> None:
-        if read not in self.settings:
-            self.settings[read] = read(), text
+    def depends_on(
+        self,
+        read: Callable[[], Any],
+        text: str,
+        settle: Callable[[Any, Any], bool] | None = None,
+    ) -> None:
+        if read in self.settings:
+            return
+        found = read()
+        self.settings[read] = found, text
+        if settle is not None:
+            self._settling.append((read, found, settle))
+
+    def note_left(self) -> None:
+        """Note what the step leaves of what it depends on."""
+        left = [(settle, found, read()) for read, found, settle in self._settling]
+        self.settling = [functools.partial(s, a, b) for s, a, b in left if a != b]
 
     @property
     def wide(self) -> WideScalars | None:
@@ -419,10 +437,28 @@ class StepTrace(TracingProgram):
         both = (*(outside for _, outside in self.before.values()), *self.outside.values())
         return list({id(outside): outside for outside in both}.values())
 
+    @property
+    def took_along(self) -> bool:
+        """Whether there was something to `take_along`."""
+        return bool(self._taken_along)
+
+    def take_along(self, tensors: Iterable[torch.Tensor], frame: Frame) -> None:
+        """Take tensors of the default device for ones on all of a program's devices, as they will
+        be when it runs: lowerings go by it (what XLA partitions wrongly they do in other ways)."""
+        tensors_: Iterable[Any] = filter(is_ours, tensors)
+        for storage in {tensor._storage_ for tensor in tensors_}:
+            form = storage.form
+            if form.frame is None and form.anywhere() is form:
+                storage.form = form.placed(frame)  # not `reform`: it is undone
+                self._taken_along.append((storage, form, storage.form))
+
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
         for captured in self.captured:
             captured.restore()
+        for storage, before, taken in self._taken_along:
+            if storage.form is taken:
+                storage.form = before
         found = self._all_outside()
         for outside in found:
             outside.switch_back()

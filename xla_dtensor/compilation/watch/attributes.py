@@ -326,20 +326,16 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
 
 def only_assigned(walk: Walk, owner: Any, path: str, read: Collection[str]) -> None:
     """Attributes that the code assigns without reading them."""
-    names = [n for n in walk.names.assigned.difference(read) if n not in _NOT_USERS]
     own = dict_of(owner)
     if own is None:
         return
-    if issubclass(type(owner), nn.Module):
-        taken = set().union(*(own.get(p) or () for p in MODULE_PARTS))
-        names = [n for n in names if n not in taken]
-    if not names:
-        return
     # Not hasattr, which would run a user's __getattr__; a property's value is in another attribute.
-    kept_elsewhere = walk.data_descriptors(type(owner))
-    present = [n for n in sorted(names) if n in own or n not in kept_elsewhere]
-    if present:
-        walk.place(Entries(own, present, path, guarded=False))
+    apart = walk.data_descriptors(type(owner)).difference(own).union(_NOT_USERS, read)
+    if issubclass(type(owner), nn.Module):
+        apart = apart.union(*(own.get(p) or () for p in MODULE_PARTS))
+    names = walk.names.assigned_but_for(apart)
+    if names:
+        walk.place(Entries(own, names, path, guarded=False))
 
 
 def slots(walk: Walk, value: Any, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ class NamesMet(Names):
     meets_installed: bool = False
     fixed: bool = False
     _asks_types: bool = False
+    # Hundreds of names, asked for at thousands of objects, most of which read few of them.
+    _assigned_but: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict)
+    _were_assigned: int = 0
 
     def take_over(self, known: NamesMet, expecting: bool) -> None:
         """Begin with those of an earlier walk from some of the roots: what led to them is there
@@ -100,6 +104,17 @@ class NamesMet(Names):
     def is_named(self, name: str) -> bool:
         """Likewise, and not by a name that it makes up."""
         return name in self.attributes or name in self.in_libraries
+
+    def assigned_but_for(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The attributes that the code assigns, in order, but for some."""
+        if len(self.assigned) != self._were_assigned:
+            self._were_assigned = len(self.assigned)
+            self._assigned_but.clear()
+        apart = frozenset(self.assigned.intersection(names))
+        found = self._assigned_but.get(apart)
+        if found is None:
+            found = self._assigned_but[apart] = tuple(sorted(self.assigned - apart))
+        return found
 
     def calls(self, *functions: str) -> bool:
         """Whether the code may call one of these, by its own name or by another."""

@@ -152,9 +152,10 @@ class Walk:
 
     def assigned(self, place: Chosen, among: Iterable[str] | None = None) -> None:
         """Look at what the code assigns in the container of a place that it reads."""
-        assigned = self.names.assigned
-        names = sorted(assigned) if among is None else among
-        names = [name for name in names if name in assigned and name not in place.keys]
+        names: Iterable[str] = self.names.assigned_but_for(place.keys)
+        if among is not None:
+            assigned = frozenset(names)
+            names = [name for name in among if name in assigned]
         if names:
             self.place(place.only(names, guarded=False))
 
