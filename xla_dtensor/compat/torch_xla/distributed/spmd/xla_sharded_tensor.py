@@ -83,11 +83,15 @@ _OF_SHARD: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _finder(found: dict[str, Callable[[Any], Any]]) -> Callable[[Any, str], Any]:
+def _finder(
+    found: dict[str, Callable[[Any], Any]], before: Callable[[Any, str], Any] | None
+) -> Callable[[Any, str], Any]:
     def find(self: Any, name: str) -> Any:
-        if name not in found:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return found[name](self)
+        if name in found:
+            return found[name](self)
+        if before is not None:
+            return before(self, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     return find
 
@@ -98,4 +102,5 @@ for _class, _names in (
     (XLATensor, _OF_PER_DEVICE),
     (LocalShard, _OF_SHARD),
 ):
-    _class.__getattr__ = _finder(_names)  # type: ignore[union-attr]
+    _finds = _finder(_names, getattr(_class, "__getattr__", None))
+    _class.__getattr__ = _finds  # type: ignore[union-attr]
