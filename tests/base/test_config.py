@@ -97,6 +97,7 @@ def test_each_switch_is_tested() -> None:
 # --- the environment -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_begins_with_its_environment() -> None:
     """All variables at once, and what reads them sees it: operations are launched where they stand
     and are logged, and an index is looked at in a compiled step."""

@@ -48,6 +48,7 @@ def test_different_losses_fail() -> None:
     assert "differ from gloo's" in process.stderr, process.stderr
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_divide_is_refused() -> None:
     process = run(SCRIPT, "--batch=3")
     assert process.returncode == 2

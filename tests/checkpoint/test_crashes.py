@@ -42,6 +42,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lives",
     [1, pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],

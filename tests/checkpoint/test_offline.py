@@ -188,6 +188,7 @@ def test_what_can_not_be_done(sources: dict[str, Path], tmp_path: Path, capsys: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "text.pt"]
 
 
+@pytest.mark.slow
 def test_no_devices_are_started(sources: dict[str, Path], tmp_path: Path) -> None:
     """Not even where there are none."""
     commands = [

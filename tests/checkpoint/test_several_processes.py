@@ -89,6 +89,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["own_random_state", *SLOW])
 def test_in_two(tmp_path: Path, mode: str) -> None:
     results = run(mode, tmp_path, 2)

@@ -94,6 +94,7 @@ def scheduled_for_memory(module: str) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_recomputation_saves_memory_and_changes_no_number() -> None:
     measured = scheduled_for_memory(__name__)
     (kept, memory_kept, tanhs_kept), (again, memory_again, tanhs_again) = measured

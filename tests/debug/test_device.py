@@ -53,6 +53,7 @@ def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_simulated_devices_can_do_it_all(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = run("--devices", "8", "--json", str(file))
@@ -156,6 +157,7 @@ def test_each_way_to_fail_is_told_and_hides_no_other(path: Path, tmp_path: Path)
     assert [one["name"] for one in json.loads(file.read_text())["probes"]] == list(told)
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_start(path: Path) -> None:
     done = run("--platform", "nowhere", path=path)
     assert done.returncode == 1

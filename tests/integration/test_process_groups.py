@@ -395,6 +395,7 @@ assert not dist.is_initialized()
 """
 
 
+@pytest.mark.slow
 def test_other_devices_keep_their_process_groups() -> None:
     """Also names that were imported before the package."""
     subprocess.run([sys.executable, "-c", _OTHERS], check=True)

@@ -103,6 +103,7 @@ def test_where_the_values_are(mesh: DeviceMesh) -> None:
         assert rectangles(x) == wanted
 
 
+@pytest.mark.slow
 def test_names_are_taken_over_when_they_are_imported() -> None:
     """The module is loaded after the first mesh, or before."""
     program = (

@@ -73,6 +73,7 @@ def test_too_little_for_any_layout_is_no_error() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2e4, pytest.param(1e5, marks=pytest.mark.slow)])
 def test_a_transformer(limit: float) -> None:
     torch.manual_seed(0)

@@ -118,17 +118,19 @@ def check(model: str, layout: str, mesh: str, layouts: str = "step") -> None:
     assert step.compilations == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_as_on_a_cpu(layout: str) -> None:
     check("plain", layout, "2x4")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "plain"])
 def test_models(model: str) -> None:
     check(model, "fsdp tp", "2x4")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", ["plain", "grouped"])
 def test_attention_takes_axes_apart(model: str) -> None:
     """Cut by its rule over three axes one by one, where all else takes two of them together."""

@@ -240,6 +240,7 @@ def test_optimizers_eager(optimizer: str) -> None:
     check_training("encoder", make_mesh("8"), optimizer, compiled=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name", ["2x2x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8", "1"))]
 )

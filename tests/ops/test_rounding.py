@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_rounded_as_torch_does() -> None:
     # The tests' own programs are compiled with less effort, which rearranges less.
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

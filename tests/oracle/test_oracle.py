@@ -116,7 +116,7 @@ def _mismatches(expected: list[Dump], main: Callable[[Oracle], None]) -> list[st
     return compare(expected, run_xla(main, len(expected)))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SCENARIOS]
 )

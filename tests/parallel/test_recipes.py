@@ -64,7 +64,7 @@ def original(name: str) -> str:
     return name.replace("parametrizations.", "").replace(".original", "")
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", ["step", "torch"])
 @pytest.mark.parametrize("recipe", ["ddp", "fsdp", "hsdp", "fsdp_tp"])
 def test_recipe(page: dict[str, Any], recipe: str, layouts: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -196,6 +197,7 @@ def flat(wanted: Any) -> list[torch.Tensor]:
     return [wanted] if isinstance(wanted, torch.Tensor) else [t for w in wanted for t in flat(w)]
 
 
+@pytest.mark.slow
 def test_each_is_right_or_refused() -> None:
     mesh = xd.init_device_mesh("xla", (2, RANKS), mesh_dim_names=("dp", "ep"))["ep"]
     x, ids = inputs()[0], IDS["drawn"]

@@ -119,7 +119,7 @@ def test_other_numbers_and_shapes(run: Run, compiles: Callable[[], int]) -> None
     assert (x * 5 + 2).sum(0, keepdim=True).relu().sum().item() and compiles()  # ends elsewhere
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -179,6 +179,7 @@ def test_every_line_of_the_package_counts() -> None:
     assert text is not None and len(text) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unknown", ["edited", "no sources"])
 def test_sources_that_are_not_what_runs(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, unknown: str

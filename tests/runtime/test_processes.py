@@ -29,6 +29,7 @@ def test_the_same_with_every_launch_compared() -> None:
     assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))
 
 
+@pytest.mark.slow
 def test_one_device_per_process_is_as_in_torch() -> None:
     run = launch.run(["-m", "tests.runtime.programs.one_device_each"], 2, 200)
     assert all(output.rstrip().endswith("all of it") for output in launch.succeeded(run))

@@ -17,6 +17,7 @@ def run(lengths: range) -> None:
         assert (x @ x.T).sum().item() == 3 * n * n
 
 
+@pytest.mark.slow
 def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     xd.debug.clear_caches()
     before = live_programs()[0]

@@ -62,6 +62,7 @@ def estimated(make: Any, data: tuple[torch.Tensor, ...], **given: Any) -> Config
     return found.best
 
 
+@pytest.mark.slow
 def test_long_sequences_are_cut() -> None:
     """Two sequences for eight devices, with two heads: batch and heads are too few."""
 

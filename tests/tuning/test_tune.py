@@ -77,6 +77,7 @@ def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("topology", "run"), [("cpu:8", True), ("here", None)])
 def test_the_best_trains_as_torch(topology: str, run: bool | None) -> None:
     data = batch(32)

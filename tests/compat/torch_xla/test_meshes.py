@@ -167,6 +167,7 @@ def test_many_meshes_in_one_call() -> None:
     torch.testing.assert_close(found.full_tensor().cpu(), expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_training(compiled: bool) -> None:
     """Inputs on one mesh, layers on two others: what torch_xla's users have who change a mesh in

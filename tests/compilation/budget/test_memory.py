@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 import torch._functorch.config as functorch
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
@@ -46,6 +47,7 @@ def measure() -> None:
     print(json.dumps([temporaries(budget) for budget in BUDGETS]))
 
 
+@pytest.mark.slow
 def test_temporaries() -> None:
     found = scheduled_for_memory(__name__)
     assert len({tuple(losses) for _, losses in found}) == 1
