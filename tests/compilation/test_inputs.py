@@ -489,3 +489,14 @@ def test_a_message_says_where_an_argument_lies() -> None:
     torch.testing.assert_close(step(on_mesh).cpu(), torch.full((3,), 2.0))
     (why,) = step.recompilations
     assert "torch.float32 on the default device to [3] torch.float32 on Frame(dim0=8)" in why
+
+
+def test_a_message_says_that_an_argument_is_a_view() -> None:
+    step = xd.compile(lambda x: x * 2)
+    memory = torch.arange(4.0, device="xla")
+    for x in (torch.ones(3, device="xla"), memory[1:], memory[:3]):
+        torch.testing.assert_close(step(x).cpu(), x.cpu() * 2)
+    one, another = step.recompilations
+    plain = "[3] torch.float32 on the default device"
+    assert one == f"argument [0]: from {plain} to {plain}, a view of [4]"
+    assert another == f"argument [0]: from {plain}, a view of [4] to another one"

@@ -40,8 +40,14 @@ def _visit(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, bo
 
 
 def lying(value: Any, frame: Any) -> str:
-    """A tensor with the devices that it lies on, where nothing else tells it from another."""
-    return f"{text_of(value)} on {frame or 'the default device'}"
+    """A tensor with the devices that it lies on and what it is a view of, where nothing else tells
+    it from another."""
+    text = f"{text_of(value)} on {frame or 'the default device'}"
+    if not value._steps:
+        return text
+    memory = value._storage_.form
+    placed = "" if memory.placements is None else f" {list(memory.placements)}"
+    return f"{text}, a view of {list(memory.shape)}{placed}"
 
 
 def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]) -> str | None:
@@ -60,6 +66,8 @@ def difference(mine: Any, other: Any, names: list[str], carried_names: list[str]
             texts = text_of(before), text_of(now)
             if texts[0] == texts[1] and is_ours(now) and is_ours(before):
                 texts = lying(before, before._form.frame), lying(now, now._form.frame)
+            if texts[0] == texts[1] and is_ours(now):
+                return f"{name}: from {texts[0]} to another one"
             return f"{name}: from {texts[0]} to {texts[1]}"
     if mine.key[2] != other.key[2]:
         return "which of the arguments share memory"
