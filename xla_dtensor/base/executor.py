@@ -21,6 +21,9 @@ NOTHING = nullcontext()
 Route = Callable[[Any, Any, dict[str, Any]], Any]
 """``route(func, args, kwargs)``: the results of a call that it takes over, or NotImplemented."""
 
+Settle = Callable[[Any, Any], bool]
+"""``settle(found, left)``: `Executor.depends_on` has it."""
+
 
 class Executor:
     """Runs operations.
@@ -160,15 +163,11 @@ class Executor:
 
     # --- what torch and Python do -------------------------------------------------------------
 
-    def depends_on(
-        self,
-        read: Callable[[], Any],
-        text: str,
-        settle: Callable[[Any, Any], bool] | None = None,
-    ) -> None:
+    def depends_on(self, read: Callable[[], Any], text: str, settle: Settle) -> None:
         """Python decides by what ``read`` gives; ``text`` names it. Where a step leaves something
         else than it has found, ``settle(found, left)`` may put that there before the first call, if
-        it computes the same so: then the second call is no other program. Whether it has."""
+        it computes the same so, and says whether it has: then the second call is no other program.
+        """
 
     def reads_grad(self, tensor: Any) -> None:
         """Python looks at ``tensor.grad``."""

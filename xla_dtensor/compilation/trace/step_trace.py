@@ -72,7 +72,7 @@ class StepTrace(TracingProgram):
         # The numbers that the step's Python has been given or has computed.
         self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
-        self._settling: list[tuple[Callable[[], Any], Any, Callable[[Any, Any], bool]]] = []
+        self._settle: dict[Callable[[], Any], executor.Settle] = {}
         # What puts settings that the step leaves otherwise where it would find them in later calls.
         self.settling: list[Callable[[], bool]] = []
         self.outside: dict[int, ExternalTensor] = {}
@@ -234,23 +234,17 @@ class StepTrace(TracingProgram):
     def asserted(self) -> list[Any] | None:
         return None if self.differentiating else self.must_hold.own
 
-    def depends_on(
-        self,
-        read: Callable[[], Any],
-        text: str,
-        settle: Callable[[Any, Any], bool] | None = None,
-    ) -> None:
-        if read in self.settings:
-            return
-        found = read()
-        self.settings[read] = found, text
-        if settle is not None:
-            self._settling.append((read, found, settle))
+    def depends_on(self, read: Callable[[], Any], text: str, settle: executor.Settle) -> None:
+        if read not in self.settings:
+            self.settings[read], self._settle[read] = (read(), text), settle
 
     def note_left(self) -> None:
         """Note what the step leaves of what it depends on."""
-        left = [(settle, found, read()) for read, found, settle in self._settling]
-        self.settling = [functools.partial(s, a, b) for s, a, b in left if a != b]
+        self.settling = [
+            functools.partial(self._settle[read], found, left)
+            for read, (found, _) in self.settings.items()
+            if found != (left := read())
+        ]
 
     @property
     def wide(self) -> WideScalars | None:
