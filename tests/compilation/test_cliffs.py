@@ -553,3 +553,37 @@ def test_audits_of_positions_and_places(mesh_2x4: DeviceMesh, audit: int) -> Non
         holder.scale = n * 0.5
         torch.testing.assert_close(whole(step(on_mesh(mesh_2x4), n)), X[n] * n * 0.5)
     assert step.traces <= 4
+
+
+OTHERS = ["Rprop", "Adam", "Adadelta", "Adagrad", "NAdam", "RAdam", "Adafactor"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ASGD", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_several_parameters_of_one_optimizer(name: str) -> None:
+    """Of all parameters the step count, and what is made of it, stays one value."""
+
+    def trained(device: str) -> tuple[Function, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        model.to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step, list(model.parameters())
+
+    step, parameters = trained("xla")
+    step = xd.compile(step)
+    expected, own = trained("cpu")
+    for _ in range(6):
+        torch.testing.assert_close(step(X.to("xla")).cpu(), expected(X))
+    assert step.traces <= 2, step.recompilations
+    for parameter, same in zip(parameters, own, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), same.detach())

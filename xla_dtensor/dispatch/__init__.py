@@ -2,6 +2,7 @@
 
 from xla_dtensor.dispatch import (  # noqa: F401  (register handlers)
     batch_norm,
+    fake_quantize,
     host_copies,
     metadata,
     out_arguments,

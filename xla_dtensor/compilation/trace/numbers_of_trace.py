@@ -86,10 +86,17 @@ class TraceNumbers:
             Decision(lambda numbers: exact(compute(numbers)), exact(outcome), text, where)
         )
 
-    def counter(self, form: Form, value: Any) -> Any:
+    def counter(self, form: Form, value: Any, entry: Any = None) -> Any:
         """One array for all scalars that hold ``value``: step counts, of which each parameter has
-        its own. They go into the program, and come out of it, as one."""
-        key = form, repr(value)
+        its own. They go into the program, and come out of it, as one.
+
+        Args:
+            form: of the scalars.
+            value: what they hold.
+            entry: the name in the optimizer's state, where it is known. ASGD's ``mu`` stays 1, and
+                isn't one with the step count that happens to be 1.
+        """
+        key = form, repr(value), entry
         array = self._counters.get(key)
         if array is None:
             with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):

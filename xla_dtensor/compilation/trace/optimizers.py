@@ -258,10 +258,10 @@ class OptimizerHooks:
                 if is_ours(tensor):
                     storage = tensor._storage_
                     value = np.asarray(next(values)).item()
-                    storage.array = trace.numbers.counter(storage.form, value)
+                    storage.array = trace.numbers.counter(storage.form, value, key)
                 else:
                     form = device_form(None, (), dtype=tensor.dtype)
-                    array = trace.numbers.counter(form, item_of(tensor))
+                    array = trace.numbers.counter(form, item_of(tensor), key)
                     state[key] = XLATensor(Storage(array, form), form)
                     self.stepped[id(optimizer)].shared.add((id(state), key))
 

@@ -169,7 +169,8 @@ def pow_scalar(x, y):
 # torch's decomposition calls the above, with numbers that must be static here, too.
 @lowers("_foreach_pow.Scalar", static_scalars=_has_own_power)
 def foreach_pow(xs, exponent):
-    return [pow_scalar(x, exponent) for x in xs]
+    once = {id(x): pow_scalar(x, exponent) for x in xs}  # parameters' step counts are one array
+    return [once[id(x)] for x in xs]
 
 
 @lowers("_foreach_pow.ScalarList", static_scalars=True)
