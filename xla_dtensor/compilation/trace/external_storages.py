@@ -50,7 +50,10 @@ class ExternalStorage:
         """Undo what the trace did to the storage. It has its version again, too: a backward pass
         that waits must not take a trace for a write, and those of the trace never come back."""
         storage = self.storage
-        if storage is not None:
+        if storage is None:
+            return
+        # Where the step only reads, another value is another thread's, which stays.
+        if self.written or self.fill_value is not None or storage.is_given_back:
             storage.put_back(self.array, self.form)
             storage.version = self.version
 
