@@ -287,8 +287,12 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("audits", [False, True])
-def test_another_thread_writes_to_what_the_traced_step_reads(name: str, audits: bool) -> None:
-    """The end of the trace took the write back."""
+@pytest.mark.parametrize("writes", [False, True])
+def test_another_thread_writes_to_what_the_traced_step_reads(
+    name: str, audits: bool, writes: bool
+) -> None:
+    """The end of the trace took the write back. (Behind the first write of the step, which is
+    traced, nobody else may look at the tensor.)"""
     scale, x, inside = torch.ones(8, device="xla"), torch.ones(8, device="xla"), threading.Event()
     WRITES[name](torch.ones(8, device="xla"))
 
@@ -296,13 +300,22 @@ def test_another_thread_writes_to_what_the_traced_step_reads(name: str, audits: 
         y = x * scale
         inside.set()
         time.sleep(0.3)
+        if writes:
+            scale.mul_(1)
         return y
 
     step = xd.compile(slow, audit=int(audits))
     if audits:
         step(x)
         inside.clear()
-    other = threading.Thread(target=step, args=(x,))
+
+    def call() -> None:
+        # A step that also writes has computed with what was there before, and says so.
+        refused = pytest.raises(xd.DataDependentError, match="another thread has made it")
+        with refused if writes else contextlib.nullcontext():
+            step(x)
+
+    other = threading.Thread(target=call)
     other.start()
     inside.wait()
     WRITES[name](scale)

@@ -233,7 +233,7 @@ class StepTrace(TracingProgram):
                 "can't; run them one by one"
             )
         if not self.owns(storage):
-            self._use(storage).written = True
+            self._use(storage).writing()
 
     # The backward program adds no assertions: the forward pass has checked the same indices.
 
