@@ -298,6 +298,15 @@ def redistribution(**options: Any) -> Any:
         return at.explicit_redistribution(context)
 
 
+def written_view() -> torch.Tensor:
+    """One made under `no_grad`, whose base has been written to."""
+    with torch.no_grad():
+        base = torch.ones(2, requires_grad=True)
+        view = base.view(2, 1)
+        base.mul_(2)
+    return view
+
+
 # By the name in `attributes.py`: something that is true if this torch has it.
 SAMPLES: dict[str, Callable[[], Any]] = {
     "schema_of": lambda: at.schema_of(ADD).name == "aten::add",
@@ -311,6 +320,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "hooks_after_accumulation": lambda: len(at.hooks_after_accumulation(hooked()) or ()) == 1,
     "make_parameter": lambda: isinstance(parameter(), nn.Parameter),
     "sequence_number_of": lambda: at.sequence_number_of((hooked() + 1).grad_fn) >= 0,
+    "is_leaf": lambda: at.is_leaf(written_view()) and not at.is_leaf(hooked() + 1),
     "parameters_of": lambda: list(at.parameters_of(nn.Linear(1, 1))) == ["weight", "bias"],
     "buffers_of": lambda: "running_mean" in at.buffers_of(nn.BatchNorm1d(1)),
     "submodules_of": lambda: list(at.submodules_of(nn.Sequential(nn.ReLU()))) == ["0"],

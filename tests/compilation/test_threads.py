@@ -277,6 +277,52 @@ def test_another_thread_trains_while_a_step_is_traced(
     torch.testing.assert_close(ours.full_tensor().cpu().detach(), expected.detach())
 
 
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "filled": lambda t: t.fill_(3),
+    "added to": lambda t: t.add_(2),
+    "copied to": lambda t: t.copy_(torch.full((8,), 3.0)),
+    "by another step": xd.compile(lambda t: t.add_(2).sum()),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("audits", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_another_thread_writes_to_what_the_traced_step_reads(
+    name: str, audits: bool, writes: bool
+) -> None:
+    """The end of the trace took the write back. (Behind the first write of the step, which is
+    traced, nobody else may look at the tensor.)"""
+    scale, x, inside = torch.ones(8, device="xla"), torch.ones(8, device="xla"), threading.Event()
+    WRITES[name](torch.ones(8, device="xla"))
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        y = x * scale
+        inside.set()
+        time.sleep(0.3)
+        if writes:
+            scale.mul_(1)
+        return y
+
+    step = xd.compile(slow, audit=int(audits))
+    if audits:
+        step(x)
+        inside.clear()
+
+    def call() -> None:
+        # A step that also writes has computed with what was there before, and says so.
+        refused = pytest.raises(xd.DataDependentError, match="another thread has made it")
+        with refused if writes else contextlib.nullcontext():
+            step(x)
+
+    other = threading.Thread(target=call)
+    other.start()
+    inside.wait()
+    WRITES[name](scale)
+    other.join()
+    assert scale.tolist() == [3] * 8 and step(x).tolist() == [3] * 8
+
+
 def test_a_trace_is_no_change_of_other_steps() -> None:
     """What a trace replaces for itself other threads don't see."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to("xla")

@@ -60,6 +60,16 @@ def make_parameter(tensor: Any) -> None:
 # When a node of the graph was made, see `torch_private.sequence_number`.
 sequence_number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """``tensor.is_leaf``; True of a view whose history torch can't make anew now that its base has
+    been written to, as of one made under `no_grad`: it refuses to say."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return True
+
+
 # --- modules, data, files ------------------------------------------------------------------------
 
 # A module's own, by name, to be replaced without the checks of `setattr`; None where there is none.

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xla_dtensor.base.torch_private import is_key_excluded, set_key_excluded
+import torch
+
+from xla_dtensor.base.torch_private import DispatchKey, is_key_excluded, set_key_excluded
 
 
 @contextmanager
@@ -19,3 +21,16 @@ def included(key: Any) -> Iterator[None]:
         yield
     finally:
         set_key_excluded(key, before)
+
+
+@contextmanager
+def making_history() -> Iterator[None]:
+    """A block in which torch can say of a view what its history is. If its base was written to
+    since, that is made anew, and `is_leaf` and `grad_fn` fail where none is made: in a kernel,
+    and under `no_grad`."""
+    with (
+        torch.enable_grad(),
+        included(DispatchKey.AutogradFunctionality),
+        included(DispatchKey.ADInplaceOrView),
+    ):
+        yield

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from xla_dtensor.base import executor
-from xla_dtensor.base.torch_private.attributes import hooks_of_tensor, sequence_number_of
+from xla_dtensor.base.torch_private.attributes import hooks_of_tensor, is_leaf, sequence_number_of
 from xla_dtensor.compilation.call.sources import CotangentSource
 from xla_dtensor.compilation.trace.external_tensors import without_hooks
 from xla_dtensor.compilation.trace.graph import nodes_of
@@ -57,7 +57,7 @@ class History:
 
     def takes(self, value: Any) -> bool:
         """Whether a tensor has a history that began in the step, which has not used it up."""
-        if not value.requires_grad or value.is_leaf:
+        if not value.requires_grad or is_leaf(value):
             return False
         trace = self._trace
         if sequence_number_of(value.grad_fn) < trace.history_begins:
@@ -100,8 +100,8 @@ class History:
                 backward pass would go through the caller's history.
         """
         tensors = [outside.get() for outside in self.inputs]
-        leaves = {id(t): i for i, t in enumerate(tensors) if t.is_leaf}
-        inner = {sequence_number_of(t.grad_fn): i for i, t in enumerate(tensors) if not t.is_leaf}
+        leaves = {id(t): i for i, t in enumerate(tensors) if is_leaf(t)}
+        inner = {sequence_number_of(t.grad_fn): i for i, t in enumerate(tensors) if not is_leaf(t)}
 
         def reached(tensor: Any, itself: int | None = None) -> set[int]:
             found = {inner[n] for n, _ in nodes_of([tensor]) if n in inner}
@@ -109,7 +109,7 @@ class History:
             return found - {itself}
 
         for i, tensor in enumerate(tensors):
-            if not tensor.is_leaf and reached(tensor, i):
+            if not is_leaf(tensor) and reached(tensor, i):
                 raise DataDependentError(
                     f"the step's result depends on a tensor of shape {list(tensor.shape)} that was "
                     "computed before the step from another one that it depends on, too: pass it as "

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from xla_dtensor.base.numbers.python_numbers import is_number
-from xla_dtensor.base.torch_private.attributes import is_view
+from xla_dtensor.base.torch_private.attributes import is_leaf, is_view
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
     ArgumentContainer,
@@ -69,7 +69,7 @@ class OutputRecipes:
         """Find those among ``values`` that have a history: others may show the same memory without
         it (``detach()``), and depend on them."""
         for value in values:
-            given = is_ours(value) and value.requires_grad and not value.is_leaf
+            given = is_ours(value) and value.requires_grad and not is_leaf(value)
             if given and self._trace.owns(value._storage_):
                 self.tensor(value)
 
@@ -134,7 +134,7 @@ class OutputRecipes:
 
     def _made_by_the_step(self, value: Any) -> Any:
         storage = value._storage_
-        if value.requires_grad and value.is_leaf:
+        if value.requires_grad and is_leaf(value):
             return self._leaf(value, self._copy(value))
         if value.requires_grad:
             root = value._base if is_view(value) else value
@@ -194,7 +194,7 @@ class OutputRecipes:
     def _outside(self, value: Any) -> Any:
         if id(value) in self._watch.reached.tensors:
             return FixedObject(value)
-        if value.requires_grad and value.is_leaf:
+        if value.requires_grad and is_leaf(value):
             # A new leaf over an argument's memory: each call makes one over that call's argument.
             of = self._argument(value)
             if of is None:

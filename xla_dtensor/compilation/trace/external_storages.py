@@ -17,7 +17,7 @@ class ExternalStorage:
     Attributes:
         storage: the storage; of state that the step's optimizer made in this trace only while
             somebody else holds it.
-        array, form, version: as they were before the trace.
+        array, form, version: as they were when the step first used it.
         first_use: when the step first used it. Unlike the order of capture, this doesn't depend on
             whether an optimizer made it in this trace.
         fill_value: of state that the step's optimizer made in this trace, its initial value; None
@@ -26,7 +26,8 @@ class ExternalStorage:
     """
 
     __slots__ = (
-        *("_reference", "_strong", "array", "fill_value", "first_use", "form", "version"),
+        *("_before", "_reference", "_strong", "array", "fill_value", "first_use", "form"),
+        "version",
         "written",
     )
 
@@ -37,6 +38,7 @@ class ExternalStorage:
         self.array = storage.array
         self.form = storage.form
         self.version = storage.version
+        self._before = self.array, self.form, self.version  # what `restore` puts back
         self.written = False
         self.first_use: int | None = None
         self.fill_value = fill_value
@@ -46,13 +48,25 @@ class ExternalStorage:
         """The storage; None if it was a temporary of the optimizer."""
         return self._reference()
 
+    def writing(self) -> None:
+        """The step is about to write to it."""
+        storage = self.storage
+        if not self.written and storage is not None:
+            # Another thread may have written since: a launched step, which took the array over.
+            self._before = storage.array, storage.form, storage.version
+        self.written = True
+
     def restore(self) -> None:
         """Undo what the trace did to the storage. It has its version again, too: a backward pass
         that waits must not take a trace for a write, and those of the trace never come back."""
         storage = self.storage
-        if storage is not None:
-            storage.put_back(self.array, self.form)
-            storage.version = self.version
+        if storage is None:
+            return
+        # Where the step only reads, another value is another thread's, which stays.
+        if self.written or self.fill_value is not None or storage.is_given_back:
+            array, form, version = self._before
+            storage.put_back(array, form)
+            storage.version = version
 
 
 def refuse_other_devices(first: Frame, frame: Frame, storage: Storage) -> None:

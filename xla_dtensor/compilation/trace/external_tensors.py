@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.torch_private import set_version_counter
-from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
+from xla_dtensor.base.torch_private.attributes import (
+    hooks_after_accumulation,
+    hooks_of_tensor,
+    is_leaf,
+)
 from xla_dtensor.tensors.base import grad_of
 
 
@@ -45,7 +49,7 @@ class ExternalTensor:
         self.version = _version(tensor)
         self.writes = 0
         self.requires_grad = tensor.requires_grad
-        self.is_leaf = tensor.is_leaf
+        self.is_leaf = is_leaf(tensor)
         self.grad = grad_of(tensor) if self.is_leaf else None
         self.cleared = self.switched = self.asks_grad = False
         self.storage = getattr(tensor, "_storage_", None)
@@ -110,8 +114,8 @@ class ExternalTensor:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
         tensor = self.get()
         if tensor is None or tensor.requires_grad == self.requires_grad:
-            return False  # don't ask for `is_leaf`: torch raises for a view whose base was written
-        return tensor.is_leaf
+            return False
+        return is_leaf(tensor)
 
     def switch_back(self) -> None:
         """Give it the one that the trace found."""
@@ -140,7 +144,7 @@ class ExternalTensor:
             return f"what of its memory {name} shows"
         if self.other_hooks():
             return f"the hooks of {name}"
-        if tensor.is_leaf != self.is_leaf:
+        if is_leaf(tensor) != self.is_leaf:
             return f"whether {name} has a history"
         return None
 

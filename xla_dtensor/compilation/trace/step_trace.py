@@ -25,7 +25,8 @@ from xla_dtensor.base.numbers.wide_scalars import WideScalars
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
-from xla_dtensor.base.torch_private.attributes import sequence_number_of
+from xla_dtensor.base.torch_private.attributes import is_leaf, is_view, sequence_number_of
+from xla_dtensor.base.torch_private.dispatch_keys import making_history
 from xla_dtensor.compilation.trace import external_storages
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.backward_passes import BackwardPasses
@@ -182,20 +183,30 @@ class StepTrace(TracingProgram):
     def _touched(self, tensor: Any) -> None:
         known = self.outside.get(id(tensor))
         if known is None or known.get() is not tensor:
-            if tensor.requires_grad and not tensor.is_leaf and self._made_here(tensor):
+            # Not of `fully_shard`'s sums, which are no tensors.
+            is_tensor = isinstance(tensor, torch.Tensor)
+            asks = is_tensor and tensor.requires_grad and is_view(tensor)
+            with making_history() if asks else executor.NOTHING:
+                met = self._met(tensor)
+            if met is None:
                 return
-            known_before = self.before.get(id(tensor))
-            if known_before is None or known_before[0] is not tensor:
-                outside = ExternalTensor(tensor)
-            else:
-                outside = known_before[1]
-                if outside.grad is not None and grad_of(tensor) is None:
-                    outside.cleared = True
             if self.optimizer_depth:
-                outside.only_optimizer = True
-            self.outside[id(tensor)] = known = outside
+                met.only_optimizer = True
+            self.outside[id(tensor)] = known = met
         if tensor.requires_grad != known.requires_grad:
             known.switched = True
+
+    def _met(self, tensor: Any) -> ExternalTensor | None:
+        """A tensor that wasn't used before; None if it is one that the step made."""
+        if tensor.requires_grad and not is_leaf(tensor) and self._made_here(tensor):
+            return None
+        known_before = self.before.get(id(tensor))
+        if known_before is None or known_before[0] is not tensor:
+            return ExternalTensor(tensor)
+        outside = known_before[1]
+        if outside.grad is not None and grad_of(tensor) is None:
+            outside.cleared = True
+        return outside
 
     def reads_grad(self, tensor: Any) -> None:
         self.touched(tensor)
@@ -222,7 +233,7 @@ class StepTrace(TracingProgram):
                 "can't; run them one by one"
             )
         if not self.owns(storage):
-            self._use(storage).written = True
+            self._use(storage).writing()
 
     # The backward program adds no assertions: the forward pass has checked the same indices.
 
