@@ -17,17 +17,30 @@ _LEAST_SCALE = 6.1e-5  # torch's
 
 @handles("aten::_fused_moving_avg_obs_fq_helper.default")
 def _observe_and_quantize(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
-    given: dict[str, Any] = {"per_row_fake_quant": False, "symmetric_quant": False}
-    given |= dict(zip(names, args, strict=False)) | kwargs
-    x, axis, per_channel = given["self"], given["ch_axis"], given["per_row_fake_quant"]
-    quant_min, quant_max = given["quant_min"], given["quant_max"]
-    scale, zero_point, quantizes = given["scale"], given["zero_point"], given["fake_quant_on"]
-    running = low, high = given["running_min"], given["running_max"]
+    return _observed(*args, **kwargs)
+
+
+def _observed(
+    x: torch.Tensor,
+    /,
+    observer_on: torch.Tensor,
+    fake_quant_on: torch.Tensor,
+    running_min: torch.Tensor,
+    running_max: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    averaging_const: float,
+    quant_min: int,
+    quant_max: int,
+    ch_axis: int,
+    per_row_fake_quant: bool = False,
+    symmetric_quant: bool = False,
+) -> Any:
+    axis, per_channel, low, high = ch_axis, per_row_fake_quant, running_min, running_max
     if axis >= x.dim():
         raise RuntimeError("Error in fused_moving_avg_obs_fake_quant: ch_axis must be < self.dim()")
     if per_channel and not low.numel():
-        for tensor in (*running, scale, zero_point):
+        for tensor in (low, high, scale, zero_point):
             tensor.resize_(x.shape[axis])
         low.fill_(torch.inf)
         high.fill_(-torch.inf)
@@ -35,22 +48,22 @@ def _observe_and_quantize(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         least, most = torch.aminmax(x.transpose(0, axis).flatten(1), dim=1)
     else:
         least, most = torch.aminmax(x)
-    observes = (given["observer_on"] != 0).reshape(())
-    for old, now in zip(running, (least, most), strict=True):
+    observes = (observer_on != 0).reshape(())
+    for old, now in zip((low, high), (least, most), strict=True):
         now = now.to(old.dtype)
-        moved = torch.where(old.isinf(), now, old + given["averaging_const"] * (now - old))
+        moved = torch.where(old.isinf(), now, old + averaging_const * (now - old))
         old.copy_(torch.where(observes, moved, old))
-    new = _parameters(low, high, quant_min, quant_max, given["symmetric_quant"])
+    new = _parameters(low, high, quant_min, quant_max, symmetric_quant)
     for old, now in zip((scale, zero_point), new, strict=True):
-        old.copy_(torch.where(quantizes != 0, now.to(old.dtype), old))
+        old.copy_(torch.where(fake_quant_on != 0, now.to(old.dtype), old))
     if not per_channel:
         return torch.ops.aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-            x, scale, zero_point, quantizes, quant_min, quant_max
+            x, scale, zero_point, fake_quant_on, quant_min, quant_max
         )
     rounded, inside = torch.ops.aten.fake_quantize_per_channel_affine_cachemask(
         x, scale, zero_point, axis, quant_min, quant_max
     )
-    off = quantizes == 0
+    off = fake_quant_on == 0
     return torch.where(off, x, rounded), inside | off
 
 
