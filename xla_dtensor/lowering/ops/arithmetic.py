@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_dtensor.lowering.ops.for_each import once_for_each
 from xla_dtensor.lowering.ops.rounded import rounded
 from xla_dtensor.lowering.promotion import (
     is_exactly,
@@ -169,8 +170,7 @@ def pow_scalar(x, y):
 # torch's decomposition calls the above, with numbers that must be static here, too.
 @lowers("_foreach_pow.Scalar", static_scalars=_has_own_power)
 def foreach_pow(xs, exponent):
-    once = {id(x): pow_scalar(x, exponent) for x in xs}  # parameters' step counts are one array
-    return [once[id(x)] for x in xs]
+    return once_for_each(functools.partial(pow_scalar, y=exponent), xs)
 
 
 @lowers("_foreach_pow.ScalarList", static_scalars=True)

@@ -51,6 +51,16 @@ def for_each(
     return found
 
 
+def once_for_each(function: Callable[[jax.Array], Any], arrays: Arrays) -> list[Any]:
+    """``function`` of each array; of those that are one and the same, as parameters' step counts
+    are, once: what is made of them is one again."""
+    known: dict[int, Any] = {}
+    for array in arrays:
+        if id(array) not in known:
+            known[id(array)] = function(array)
+    return [known[id(array)] for array in arrays]
+
+
 def _of_group(
     function: Function, rows: list[Arrays], shared: Arrays, key: Hashable
 ) -> list[list[Any]]:

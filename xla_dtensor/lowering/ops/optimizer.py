@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_dtensor.lowering.ops.for_each import for_each
+from xla_dtensor.lowering.ops.for_each import for_each, once_for_each
 from xla_dtensor.lowering.promotion import math_dtype
 from xla_dtensor.lowering.registry import lowers
 
@@ -99,17 +99,6 @@ def _are_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return all(a is b for a, b in zip(values, others, strict=True))
 
 
-def _once_for_each(
-    function: Callable[[jax.Array], tuple[Any, ...]], steps: Tensors
-) -> list[tuple[Any, ...]]:
-    """``function`` of each step count; of those that are one array, once."""
-    known: dict[int, tuple[Any, ...]] = {}
-    for step in steps:
-        if id(step) not in known:
-            known[id(step)] = function(step)
-    return [known[id(step)] for step in steps]
-
-
 def _adam(decoupled: bool) -> Callable[..., Any]:
     """Adam, or with ``decoupled`` weight decay AdamW."""
 
@@ -146,7 +135,7 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         grad_scale=None,
         found_inf=None,
     ):
-        corrections = _once_for_each(
+        corrections = once_for_each(
             lambda count: (
                 _bias_correction(beta1, count),
                 jnp.sqrt(_bias_correction(beta2, count)),
