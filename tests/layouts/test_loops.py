@@ -105,3 +105,36 @@ def test_a_loop_moves_what_its_layers_do(cut: str, name: str) -> None:
     assert moved[True] <= 2 * moved[False]
     weights = sum(p.nbytes for p in Model(None, {}).parameters())
     assert moved[True] < 3 * weights
+
+
+class Twice(nn.Module):
+    """Two products, twice: both move their weights, which a loop's body does as it takes them."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 512, bias=False), nn.Linear(512, 16, bias=False)
+        if mesh is not None:
+            for linear, dim in ((self.up, 1), (self.down, 0)):
+                laid_out = distribute_tensor(linear.weight.data, mesh, [Shard(0), Shard(dim)])
+                linear.weight = nn.Parameter(laid_out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.relu(self.up(x)))
+        return x + self.down(F.sigmoid(self.up(x)))
+
+
+@torch.no_grad()
+def test_a_layer_moves_its_part_of_a_stack() -> None:
+    """One axis goes to another dim of a weight, and the other ceases to cut it. Told where a layer
+    wants it, and not from where, XLA gathered all of it; and libtpu the stack of all layers'."""
+    mesh, x = make_mesh("2x4"), torch.randn(256, 16)
+    layers: dict[bool, nn.ModuleList] = {}
+    for is_placed in (False, True):
+        torch.manual_seed(0)
+        layers[is_placed] = nn.ModuleList(Twice(mesh if is_placed else None) for _ in range(6))
+    step = xd.compile(xd.scan_layers(layers[True]))
+    got = step(distribute_tensor(x, mesh, [Shard(0), Shard(0)]))
+    torch.testing.assert_close(got.full_tensor().cpu(), nn.Sequential(*layers[False])(x))
+    (program,) = step.compiled_programs()
+    weights = sum(p.nbytes for p in layers[False].parameters())
+    assert collective_traffic(program.as_text()).total_bytes <= weights

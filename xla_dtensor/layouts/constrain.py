@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from xla_dtensor.layouts.choice import Choice
 from xla_dtensor.layouts.factors import is_elementwise
-from xla_dtensor.layouts.parts import DimAxes
+from xla_dtensor.layouts.parts import Body, DimAxes
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.intermediate import intermediate_shardings
 
@@ -44,9 +44,10 @@ class _Constrain:
                 self._nodes.setdefault(id(node.equation), []).append(number)
 
     def all_of(
-        self, equations: Sequence[Any], results: Sequence[Any], inputs: Sequence[Any] = ()
+        self, equations: Sequence[Any], results: Sequence[Any], loop: Body | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Equations and results, with constraints; ``inputs`` are to lie as chosen, too."""
+        """Equations and results, with constraints; what a loop's body is given is to lie as chosen,
+        too."""
         choice = self._choice
         used = {atom for e in equations for atom in e.invars if isinstance(atom, Var)}
         to_give = {a for a in results if isinstance(a, Var) and not self._is_known(a)}
@@ -64,10 +65,15 @@ class _Constrain:
                 (variable,) = made[-1].outvars
             return variable
 
-        for variable in inputs:
-            axes = choice.of(variable) if variable in used else None
-            if axes is not None:
-                renamed[variable] = ask(variable, self._sharding(axes))
+        if loop is not None:
+            numbers = self._nodes.get(id(loop.loop), ())
+            for variable in loop.inputs:
+                axes = choice.of(variable) if variable in used else None
+                if axes is not None:
+                    # What a layer has of a stack moves from where its slice lies. Else XLA may move
+                    # the stack, in each layer.
+                    ways = self._asked(loop.loop, numbers, variable, axes)
+                    renamed[variable] = ask(variable, *ways)
         for equation in equations:
             name = equation.primitive.name
             if name == "pin" and choice.of(equation.outvars[0]) is not None:
@@ -169,7 +175,7 @@ class _Constrain:
         body = self._choice.graph.bodies.get(id(equation))
         if body is None:
             return equation
-        found, results = self.all_of(body.equations, body.results, body.inputs)
+        found, results = self.all_of(body.equations, body.results, body)
         closed = equation.params["jaxpr"]
         inner = closed.jaxpr.replace(
             constvars=[*body.constants], invars=[*body.inputs], eqns=found, outvars=results
