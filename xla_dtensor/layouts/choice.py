@@ -205,6 +205,14 @@ class Choice:
                     found.setdefault(key, move)
         return sorted(found.values(), key=lambda move: -move.nbytes * move.times)
 
+    def turned(self) -> dict[int, set[Unit]]:
+        """The nodes at which values go to other dims along several units, and which these are."""
+        found: dict[int, set[Unit]] = {}
+        for move in self.moves():
+            if move.kind == "all-to-all":
+                found.setdefault(move.node, set()).add(move.axes)
+        return {node: units for node, units in found.items() if len(units) > 1}
+
     def price(self) -> float:
         """What it costs by this estimate, in bytes; infinite if none were found."""
         if not self.found:

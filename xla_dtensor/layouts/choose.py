@@ -30,6 +30,9 @@ ROUNDS = 2
 POINTS = 3
 """At how many points of a program memory is seen to: without one place the next may be too full."""
 
+Barred = Mapping[tuple[int, Unit], Factor]
+"""Of kinds of nodes, and units, by what these may not cut those."""
+
 
 def choose_for(
     jaxpr: Any,
@@ -133,6 +136,7 @@ def choices(
         graph.keep({*jaxpr.constvars}.difference(arguments))
     chooser = _Chooser(graph, sizes, given, units, batches, used, prices, slow)
     chooser.settle(chooser.start())
+    chooser.turn_back()
     unbound, alive = chooser.choice, None
     for memory in memories:
         found = unbound
@@ -168,8 +172,7 @@ class _Chooser:
         prices: Prices,
         slow: Mapping[str, int],
     ) -> None:
-        self._graph, self._batches = graph, batches
-        self._prices, self._slow = prices, slow
+        self._graph, self._batches, self._prices, self._slow = graph, batches, prices, slow
         self._sizes = {axis: size for axis, size in sizes.items() if size > 1}
         self._units = tuple(units)
         # Pairs of axes that shard one dim together in one of the given layouts.
@@ -178,6 +181,7 @@ class _Chooser:
         }
         self._used = used
         self._points: list[Point] = []
+        self._barred: Barred = {}
         self.by_clock = False
         self.choice = self._nothing()
 
@@ -247,12 +251,28 @@ class _Chooser:
                 else:
                     self.choice = before
 
+    def turn_back(self) -> None:
+        """Choose anew where values go to other dims along two axes, if that is cheaper.
+
+        An axis that is chosen first may cut an operation as the other then cuts all around it, so
+        that this one has to cut it as the first cuts all around: neither alone can leave that.
+        """
+        start, kind_of = self.choice, self._graph.folds.kind_of_node
+        found, turned = [(start.price(), self._barred, start)], start.turned()
+        for unit in (u for u in self._units if any(u in units for units in turned.values())):
+            at = [number for number, units in turned.items() if unit in units]
+            self._barred = {(kind_of[number], unit): start.factors[number][unit] for number in at}
+            self.choice = start.copy()
+            for each in (unit, *(other for other in self._units if other != unit)):
+                self.choice.found = self.choice.found and self._choose(each)
+            self.settle()
+            found.append((self.choice.price(), self._barred, self.choice))
+        _, self._barred, self.choice = min(found, key=lambda each: each[0])
+
     def _choose(self, unit: Unit, leaves_state: bool = False) -> bool:
         """Choose how a unit cuts; whether there is a way."""
         axis = _Axis(
-            self.choice,
-            unit,
-            self._together,
+            *(self.choice, unit, self._together, self._barred),
             always=unit[0] in self._batches,
             leaves_state=leaves_state,
         )
@@ -270,6 +290,7 @@ class _Axis:
         choice: how the others cut.
         unit: the axis.
         together: pairs of axes that may cut one dim.
+        barred: by what units may not cut nodes.
         always: as there.
         leaves_state: whether it may not cut what a step keeps.
     """
@@ -279,11 +300,13 @@ class _Axis:
         choice: Choice,
         unit: Unit,
         together: set[tuple[str, str]],
+        barred: Barred,
         *,
         always: bool,
         leaves_state: bool,
     ) -> None:
         self._choice, self._unit, self._together = choice, unit, together
+        self._barred = barred
         self.always, self.prices = always, choice.prices
         self._leaves_state = leaves_state
         self.size, self.counts_work = choice.size(unit), unit[0] in choice.used
@@ -340,9 +363,10 @@ class _Axis:
     def fits(
         self, kind: int, factor: Factor, operands: Sequence[Any], results: Sequence[Any]
     ) -> bool:
-        return self._is_taken(self._some[kind], factor) and self._is_behind(
-            factor, operands, results
-        )
+        if self._barred.get((kind, self._unit)) == factor:
+            return False
+        is_behind = self._is_behind(factor, operands, results)
+        return is_behind and self._is_taken(self._some[kind], factor)
 
     def _is_taken(self, number: int, factor: Factor) -> bool:
         """Whether an operation that is called on shards takes its tensors so, if this axis cuts it

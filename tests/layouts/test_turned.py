@@ -1,0 +1,56 @@
+"""Operations at which two axes would change places."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import xla_dtensor as xd
+from tests.conftest import make_mesh
+from xla_dtensor.compilation.program import executable
+from xla_dtensor.layouts import choose
+from xla_dtensor.layouts.choice import Choice
+
+
+def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As few rows as here are cheaper to move than weights."""
+    return (x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)).square().sum()
+
+
+def chosen(x: Tensor, weights: list[Tensor], expected: Tensor) -> Choice:
+    """How a step of it on devices lies, which gives the same."""
+    found: list[Choice] = []
+
+    def choose_for(*args: Any) -> Choice:
+        found.append(choose.choose_for(*args))
+        return found[-1]
+
+    with patch.object(executable, "choose_for", choose_for):
+        got = xd.compile(lambda x: block(x, *weights))(x).full_tensor()
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+    return found[-1]
+
+
+def test_axes_that_changed_places_are_chosen_anew() -> None:
+    """ "dp", the first, cut both first products as "tp" cuts all around them; "tp" then had to cut
+    them as "dp" does, and neither left that by itself."""
+    mesh = make_mesh("2x4")
+    torch.manual_seed(0)
+    shapes = [(32, 64), (128, 64), (128, 64), (64, 128)]
+    values = [torch.randn(shape) / 8 for shape in shapes]
+    dims = [(0, 1), (1, 0), (1, 1), (1, 0)]
+    x, *weights = [
+        distribute_tensor(value, mesh, [Shard(d) for d in own])
+        for value, own in zip(values, dims, strict=True)
+    ]
+    expected = block(*values)
+    with patch.object(choose._Chooser, "turn_back", lambda self: None):
+        before = chosen(x, weights, expected)
+    after = chosen(x, weights, expected)
+    assert before.turned() and not after.turned()
+    assert after.price() < 0.9 * before.price()
