@@ -176,7 +176,9 @@ def looked_for(
 
 
 def other(case: Case, found: Tuned) -> Trial | None:
-    """The best of those that are on the other side of what is known."""
+    """The best of those that are on the other side of what is known; None if nothing fits."""
+    if not found.fits:
+        return None
     side = case.holds(found.best)
     rest = (t for t in found.trials if t.fits and case.holds(t.configuration) != side)
     return next(rest, None)

@@ -194,6 +194,10 @@ class AxisChoice:
             # Each value that is cut is gathered or summed apart, in a layer of its own.
             pieces = _PREFERENCE + group.kept_values * self._axis.prices.startup
             costs = [kept, *[pieces + kept / self._axis.size] * (len(states) - 1)]
+            if group.kept:  # parts of a first dim are gathered one behind another, with no copy
+                costs = [
+                    cost + _PREFERENCE * (s or 0) for cost, s in zip(costs, states, strict=True)
+                ]
             self._sum.variable(group, costs)
 
     def _ways_of(self, kind: int, node: Node, count: int) -> _Ways:
