@@ -240,7 +240,7 @@ def assert_one_program(function: Function, mesh: DeviceMesh, values: tuple, eage
     assert step.traces == 2, step.recompilations
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", list(FLOATS))
 def test_hyperparameters(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(differentiated(FLOATS[name]), mesh_2x4, VALUES, X)
@@ -316,7 +316,7 @@ BOUNDARIES: dict[str, tuple[Function, tuple]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(BOUNDARIES))
 def test_where_torch_decides(mesh_2x4: DeviceMesh, name: str) -> None:
     function, values = BOUNDARIES[name]

@@ -100,6 +100,7 @@ def test_arguments(mesh_2x4: DeviceMesh) -> None:
     assert (zeros.placements, zeros.tolist()) == ((Partial(), S(0)), [0] * 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("rand", EVEN), ("rand", UNEVEN), ("randn", EVEN), ("randn", UNEVEN)],
