@@ -120,6 +120,7 @@ EX = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placements", [[Replicate()] * 2, [Shard(0), Replicate()]], ids=str)
 @pytest.mark.parametrize("is_singular", [False, True])
 @pytest.mark.parametrize("name", EX)
