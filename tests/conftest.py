@@ -13,8 +13,8 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# A worker for each core runs what torch computes in one thread: those of several workers would wait
-# for each other, which takes a fifth more of the cores' time.
+# What torch computes runs in one thread: those of a worker for each core wait for each other, which
+# takes a fifth more of the cores' time, and much more beside other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiled steps look at indices, too: a test that has one out of range by mistake fails.
 os.environ.setdefault("XLA_DTENSOR_CHECKS", "all")
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """As `torch.manual_seed` does, which also writes down where it was called, in text, for each
-    kind of device that isn't here: half of what a short test takes."""
+    kind of device that isn't here, and keeps that: a third of what a short test takes."""
     torch.default_generator.manual_seed(0)
     torch.get_device_module("xla").manual_seed_all(0)
 
