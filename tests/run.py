@@ -34,7 +34,7 @@ def run(*arguments: str, **environment: str) -> int:
         "NPROC": "64",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
         **os.environ,
-        # The tests start a hundred programs: each would compile the package's source again.
+        # The tests start dozens of programs: each would compile the package's source again.
         "PYTHONDONTWRITEBYTECODE": "",
         **environment,
     }
