@@ -30,7 +30,7 @@ from xla_dtensor.mesh import frame_of
 from xla_dtensor.plans import pin
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("together", groupings(3), ids=str)
 @pytest.mark.parametrize("seed", range(2))

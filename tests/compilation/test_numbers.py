@@ -252,7 +252,7 @@ def test_floats(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(PLAIN[name], mesh_2x4, VALUES, X)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(RANDOM))
 def test_random_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
     """A step draws what eager code draws."""

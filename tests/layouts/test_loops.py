@@ -83,7 +83,7 @@ CUTS = {
 }
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_loop_moves_what_its_layers_do(cut: str, name: str) -> None:

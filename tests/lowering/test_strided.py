@@ -88,7 +88,7 @@ def relative(rng: random.Random, shape: list[int]) -> Program:
     return program
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", ["2x4", "4x2", "2x2x2", "8"])
 @pytest.mark.parametrize("seed", range(1))
 def test_relatives(shape: str, seed: int, way: str) -> None:
@@ -105,7 +105,7 @@ def test_many_relatives(shape: str, seed: int, way: str) -> None:
     test_relatives(shape, seed, way)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", ["8"])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 @pytest.mark.parametrize(("size", "start", "step"), [(8, 7, 3), (9, 1, 2), (6, 2, 4), (2, 1, 2)])

@@ -137,7 +137,7 @@ def second_order(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()]))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["gru_both_ways", "lstm_projected", "rnn"])
@@ -149,7 +149,7 @@ def test_gradients_of_gradients(name: str, place: str, mesh_2x4: DeviceMesh) -> 
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
 def test_a_graph_of_gradients_of_a_carried_state(name: str, mesh_2x4: DeviceMesh) -> None:
     """What a layer saves has a history that reaches its weights, too."""

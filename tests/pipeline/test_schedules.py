@@ -60,7 +60,7 @@ def on_cpu(
     return out.detach(), loss.detach()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_losses_and_gradients(name: str) -> None:
     schedule, count, style = SCHEDULES[name]

@@ -25,7 +25,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("entry", cases())
 def test_module(entry: Any, mesh_2x4: DeviceMesh) -> None:
     result = check_module(entry, mesh_2x4, limit=2)

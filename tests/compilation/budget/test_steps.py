@@ -179,7 +179,7 @@ def _cut(name: str, module: nn.Module, mesh: Any) -> None:
         )
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
