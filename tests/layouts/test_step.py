@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -102,10 +102,21 @@ def losses(model: nn.Module, to_mesh: Callable[..., Any], **options: Any) -> tup
     return [run(*map(to_mesh, batch)).item() for batch in batches], run
 
 
+class Ran(NamedTuple):
+    """What several tests look at of a step. Its programs may be gone between two tests."""
+
+    losses: list[float]
+    compilations: int
+    moved: int
+    """Bytes."""
+    report: str
+
+
 @functools.cache
-def on_mesh(layout: str, mesh: str, layouts: str, **model: Any) -> tuple[Any, Any]:
-    """`losses` of a model that several tests look at."""
-    return losses(*build(layout, mesh, **model), layouts=layouts)
+def on_mesh(layout: str, mesh: str, layouts: str, **model: Any) -> Ran:
+    found, step = losses(*build(layout, mesh, **model), layouts=layouts)
+    moved = collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
+    return Ran(found, step.compilations, moved, step.layouts() if layouts == "step" else "")
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -121,9 +132,9 @@ def check(model: str, layout: str, mesh: str, layouts: str = "step", **more: Any
     options = MODELS[model] | more
     torch.manual_seed(0)
     expected, _ = losses(Transformer(**options), lambda tokens: tokens)
-    found, step = on_mesh(layout, mesh, layouts, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert step.compilations == 1
+    found = on_mesh(layout, mesh, layouts, **options)
+    torch.testing.assert_close(found.losses, expected, rtol=1e-4, atol=1e-5)
+    assert found.compilations == 1
 
 
 @pytest.mark.one_in(4)
@@ -154,21 +165,16 @@ def test_everywhere(model: str, layout: str, mesh: str, layouts: str) -> None:
     check(model, layout, mesh, layouts)
 
 
-def moved(layout: str, mesh: str, layouts: str) -> int:
-    """The bytes that a step moves."""
-    _, step = on_mesh(layout, mesh, layouts)
-    return collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
-
-
 def test_less_is_moved_than_operation_by_operation() -> None:
-    assert moved("fsdp tp", "2x4", "step") < 0.8 * moved("fsdp tp", "2x4", "torch")
+    step, torchs = (on_mesh("fsdp tp", "2x4", layouts) for layouts in ("step", "torch"))
+    assert step.moved < 0.8 * torchs.moved
 
 
 def test_random_numbers_are_those_of_any_layout() -> None:
     """Attention's dropout draws in each device's own shard, whatever that is."""
-    found, _ = on_mesh("fsdp tp", "2x4", "step", depth=1, dropout=0.5)
-    expected, _ = on_mesh("dp", "2x4", "torch", depth=1, dropout=0.5)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found = on_mesh("fsdp tp", "2x4", "step", depth=1, dropout=0.5)
+    expected = on_mesh("dp", "2x4", "torch", depth=1, dropout=0.5)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_user_asks_for_binds() -> None:
@@ -186,9 +192,7 @@ def test_what_the_user_asks_for_binds() -> None:
 
 
 def test_the_report() -> None:
-    _, step = on_mesh("fsdp tp", "2x4", "step")
-    text = step.layouts()
-    header, *rows, total = text.splitlines()
+    header, *rows, total = on_mesh("fsdp tp", "2x4", "step").report.splitlines()
     assert header.split()[0] == "for" and "collectives of" in total
     # A sum over tp of what a row-wise weight gives, in a line of this file; instead of it more
     # would be moved.
