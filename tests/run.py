@@ -34,6 +34,8 @@ def run(*arguments: str, **environment: str) -> int:
         "NPROC": "64",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
         **os.environ,
+        # The tests start dozens of programs: each would compile the package's source again.
+        "PYTHONDONTWRITEBYTECODE": "",
         **environment,
     }
     return subprocess.run(command, cwd=ROOT, env=own, check=False).returncode

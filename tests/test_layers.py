@@ -12,22 +12,34 @@ import pytest
 from tools import import_graph as graph
 
 MODULES = graph.modules()
-IMPORTS = list(graph.imports(MODULES))
+Trees = dict[str, ast.Module]
+Imports = list[graph.Import]
 
 # A file of one class may be longer: cut to fit, it would be harder to read, not easier.
 MOST_LINES = 400
 
 
-def told(found: list[graph.Import]) -> str:
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Of all modules. Not at import, where each of pytest's workers would parse the package."""
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(trees: Trees) -> Imports:
+    return list(graph.imports(MODULES, trees))
+
+
+def told(found: Imports) -> str:
     return "\n".join(map(str, found))
 
 
-def test_imports_point_down() -> None:
-    assert not (wrong := graph.upward(IMPORTS)), told(wrong)
+def test_imports_point_down(imports: Imports) -> None:
+    assert not (wrong := graph.upward(imports)), told(wrong)
 
 
-def test_imports_between_rooms_point_down() -> None:
-    assert not (wrong := graph.upward_in_rooms(IMPORTS, MODULES)), told(wrong)
+def test_imports_between_rooms_point_down(imports: Imports) -> None:
+    assert not (wrong := graph.upward_in_rooms(imports, MODULES)), told(wrong)
 
 
 # Modules side by side in one folder: more than that nobody overlooks.
@@ -54,32 +66,32 @@ SHARED_NAMES = {
 }
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing(trees: Trees) -> None:
     """But for Horovod's, in its own folder."""
     names = Counter(
         node.name
-        for name, path in MODULES.items()
+        for name, tree in trees.items()
         if graph.folder(name) != "horovod"
-        for node in ast.parse(path.read_text()).body
+        for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, n in names.items() if n > 1} == SHARED_NAMES.keys()
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
-    assert graph.circles(IMPORTS) == []
+def test_no_file_imports_itself_by_way_of_others(imports: Imports) -> None:
+    assert graph.circles(imports) == []
 
 
-def test_imports_stand_at_the_top() -> None:
-    assert not (wrong := graph.late(IMPORTS)), told(wrong)
+def test_imports_stand_at_the_top(imports: Imports) -> None:
+    assert not (wrong := graph.late(imports)), told(wrong)
 
 
-def test_private_names_stay_in_their_folder() -> None:
-    assert not (wrong := graph.private(IMPORTS)), told(wrong)
+def test_private_names_stay_in_their_folder(imports: Imports) -> None:
+    assert not (wrong := graph.private(imports)), told(wrong)
 
 
-def test_nothing_imports_the_doors() -> None:
-    wrong = [i for i in IMPORTS if graph.folder(i.target) in graph.DOORS]
+def test_nothing_imports_the_doors(imports: Imports) -> None:
+    wrong = [i for i in imports if graph.folder(i.target) in graph.DOORS]
     assert not wrong, told(wrong)
 
 
@@ -133,12 +145,12 @@ def questions_in(module: ast.Module) -> set[str]:
     }
 
 
-def test_few_ask_which_executor_it_is() -> None:
+def test_few_ask_which_executor_it_is(trees: Trees) -> None:
     found = {}
     for name, path in MODULES.items():
-        name, text = name.removeprefix("xla_dtensor."), path.read_text()
-        if "executor" in text and not name.startswith(OWN_ROOMS):
-            found[name] = questions_in(ast.parse(text))
+        short, text = name.removeprefix("xla_dtensor."), path.read_text()
+        if "executor" in text and not short.startswith(OWN_ROOMS):
+            found[short] = questions_in(trees[name])
     assert {name: asked for name, asked in found.items() if asked} == ASKED_ABOUT
 
 
@@ -174,13 +186,9 @@ def asked_by_hand(tree: ast.AST) -> list[int]:
     return [call.lineno for call in calls if BY_HAND.fullmatch(ast.unparse(call))]
 
 
-def test_one_predicate_says_what_is_ours() -> None:
+def test_one_predicate_says_what_is_ours(trees: Trees) -> None:
     """`base/ours.py`. Which view a tensor is, is another question: isinstance of one class."""
-    found = {
-        f"{name}:{line}"
-        for name, path in MODULES.items()
-        for line in asked_by_hand(ast.parse(path.read_text()))
-    }
+    found = {f"{name}:{line}" for name, tree in trees.items() for line in asked_by_hand(tree)}
     named = {
         name
         for name, path in MODULES.items()
@@ -208,10 +216,10 @@ def test_every_folder_has_a_floor() -> None:
     assert {graph.folder(name) for name in MODULES} <= known
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_files_can_be_read_in_one_sitting(name: str) -> None:
-    text = MODULES[name].read_text()
-    assert len(text.splitlines()) <= MOST_LINES or is_one_class(ast.parse(text))
+def test_files_can_be_read_in_one_sitting(trees: Trees) -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    long = {name: n for name, n in lines.items() if n > MOST_LINES}
+    assert {name: n for name, n in long.items() if not is_one_class(trees[name])} == {}
 
 
 def is_one_class(module: ast.Module) -> bool:
@@ -221,23 +229,23 @@ def is_one_class(module: ast.Module) -> bool:
     return len(classes) == 1 and sum(f.end_lineno - f.lineno for f in functions) < MOST_LINES // 10
 
 
-def test_modules_are_imported_by_statements() -> None:
+def test_modules_are_imported_by_statements(trees: Trees) -> None:
     """``importlib`` would get round the other tests. The package's `__init__` loads public names on
     first use, and the lowerings are found in their folder."""
     allowed = {"xla_dtensor", "xla_dtensor.lowering.families"}
     users = {
         name
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "import_module"
     }
-    own = {n for n in users if "xla_dtensor" in calls_of(MODULES[n])}
+    own = {n for n in users if "xla_dtensor" in calls_of(trees[n])}
     assert own <= allowed
 
 
-def calls_of(path: Path) -> str:
-    """The arguments of all calls of ``import_module`` in a file."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+def calls_of(tree: ast.Module) -> str:
+    """The arguments of all calls of ``import_module`` in a module."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return " ".join(
         ast.unparse(argument)
         for call in calls
@@ -297,8 +305,8 @@ def test_mistakes_are_found(package: Path) -> None:
 TEXT = graph.DOCUMENT.read_text()
 
 
-def test_the_picture_is_of_these_imports() -> None:
-    assert graph.with_picture(TEXT, graph.picture(IMPORTS, MODULES)) == TEXT, (
+def test_the_picture_is_of_these_imports(imports: Imports) -> None:
+    assert graph.with_picture(TEXT, graph.picture(imports, MODULES)) == TEXT, (
         "run python tools/import_graph.py --write"
     )
 

@@ -15,7 +15,7 @@ import argparse
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,10 +123,12 @@ def room(module: str, known: Iterable[str]) -> str:
     return parts[2] if inside else ""
 
 
-def imports(known: dict[str, Path]) -> Iterator[Import]:
-    """All imports of the package's modules by one another."""
+def imports(
+    known: dict[str, Path], trees: Mapping[str, ast.Module] | None = None
+) -> Iterator[Import]:
+    """All imports of the package's modules by one another; ``trees`` if they are parsed already."""
     for source, path in known.items():
-        tree = ast.parse(path.read_text(), str(path))
+        tree = trees[source] if trees else ast.parse(path.read_text(), str(path))
         yield from _Visitor(source, path, known).of(tree)
 
 
@@ -140,15 +142,15 @@ class _Visitor:
             if isinstance(child, ast.Import | ast.ImportFrom):
                 for target, names in self._targets(child):
                     yield Import(self.source, target, names, child.lineno, late, types)
+            elif isinstance(child, ast.expr):
+                continue  # nearly all of a file, and no statement is in it
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 for statement in child.body:
                     yield from self.of(ast.Module([statement], []), late, True)
                 for statement in child.orelse:
                     yield from self.of(ast.Module([statement], []), late, types)
             else:
-                inner = late or isinstance(
-                    child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-                )
+                inner = late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from self.of(child, inner, types)
 
     def _targets(self, node: ast.Import | ast.ImportFrom) -> list[tuple[str, tuple[str, ...]]]:

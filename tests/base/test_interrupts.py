@@ -373,8 +373,8 @@ VARIANTS = [pytest.param([], id="eager"), pytest.param(["--compiled"], id="compi
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", VARIANTS)
 def test_training_goes_on(options: list[str]) -> None:
-    said = _train("sgd", "adamw", "fused", "--outside", "--interrupts", "8", *options)
-    assert said.count("8 interrupts") == 3
+    said = _train("sgd", "fused", "--outside", "--interrupts", "8", *options)
+    assert said.count("8 interrupts") == 2
 
 
 @pytest.mark.slow

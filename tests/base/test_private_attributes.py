@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 
 import xla_dtensor as xd
-from tests.base.test_private_apis import HERE, MODULES
+from tests.base.test_private_apis import HERE, name_called
 from tools import import_graph as graph
 from xla_dtensor.base import jax_private, torch_private
 from xla_dtensor.base.torch_private import attributes as at
@@ -80,7 +80,7 @@ def read(tree: ast.AST) -> Iterator[tuple[ast.expr, str, int]]:
             if not ast.unparse(node).startswith("torch.ops."):  # an operator, or a library of them
                 yield node.value, node.attr, node.lineno
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = name_called(node)
             texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
             if name in ("getattr", "hasattr", "setattr", "delattr") and len(node.args) > 1:
                 of, asked = node.args[0], texts[:1]
@@ -130,8 +130,8 @@ def foreign(modules: dict[str, ast.Module]) -> Iterator[str]:
                 yield f"{short}:{line} reads {name}"
 
 
-def test_attributes_of_others_are_read_in_two_modules() -> None:
-    assert not (found := list(foreign(MODULES))), "\n".join(found)
+def test_attributes_of_others_are_read_in_two_modules(trees: dict[str, ast.Module]) -> None:
+    assert not (found := list(foreign(trees))), "\n".join(found)
 
 
 @pytest.fixture(scope="module")
@@ -142,19 +142,19 @@ def borrowed() -> set[str]:
     return {name for tree in trees for _, name, _ in read(tree)}
 
 
-def test_nobody_else_reads_those(borrowed: set[str]) -> None:
+def test_nobody_else_reads_those(borrowed: set[str], trees: dict[str, ast.Module]) -> None:
     """Also where a class of ours has an attribute of the same name, which it reads of itself."""
     found = [
         f"{module}:{line} reads {name} of {ast.unparse(of)}"
-        for module, tree in MODULES.items()
+        for module, tree in trees.items()
         for of, name, line in read(tree)
         if name in borrowed and not is_self(of) and name != "_local"  # a tensor's of ours
     ]
     assert not found, "\n".join(found)
 
 
-def test_lists_name_what_is_used() -> None:
-    used = {name for tree in MODULES.values() for _, name, _ in read(tree)}
+def test_lists_name_what_is_used(trees: dict[str, ast.Module]) -> None:
+    used = {name for tree in trees.values() for _, name, _ in read(tree)}
     listed = {name for names in LIBRARIES.values() for name in names.split()}
     assert PYTHON.keys() | OURS.keys() | listed <= used
 

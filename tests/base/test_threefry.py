@@ -33,6 +33,7 @@ def _two_keys() -> tuple[jax.Array, jax.Array]:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4, 5), (0,), (2, 0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.float32, float])
 def test_written_out_it_gives_jaxs_numbers(shape: tuple[int, ...], dtype: type) -> None:

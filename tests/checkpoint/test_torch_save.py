@@ -59,6 +59,7 @@ def saved(tensor: Any) -> io.BytesIO:
     return file
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [None, "xla", {"xla": "xla"}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_xla(kind: str, where: Any) -> None:

@@ -14,7 +14,7 @@ import xla_dtensor as xd
 
 TOKENS = torch.randint(0, 50, (8, 40), generator=torch.Generator().manual_seed(1))
 VALUES = torch.randn(8, 40, 4, generator=torch.Generator().manual_seed(2))
-LENGTHS = (3, 8, 5, 7, 9, 12, 15, 16, 17, 21, 30, 32)
+LENGTHS = (3, 8, 5, 9, 16, 21, 30)  # sizes, and what is below them: 4 devices do not divide it
 SIZES = (8, 16, 32)
 
 
@@ -39,7 +39,7 @@ PLACEMENTS: dict[str, tuple[Placement, ...] | None] = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(PLACEMENTS))
-def test_twelve_lengths_are_three_programs(mesh_2x4: DeviceMesh, name: str) -> None:
+def test_seven_lengths_are_three_programs(mesh_2x4: DeviceMesh, name: str) -> None:
     """Placements stay, with lengths that don't divide, too."""
     placements = PLACEMENTS[name]
     step = xd.compile(masked, buckets={"values": {1: SIZES}})

@@ -295,6 +295,7 @@ def decided(value: Any) -> Any:
     return 1.0 / value if value else np.copysign(3.0, value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [n for n in PLACES if n not in ("int64", "int32")])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_number_in_any_place(mesh_2x4: DeviceMesh, name: str, seed: int) -> None:

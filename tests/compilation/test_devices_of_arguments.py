@@ -48,6 +48,7 @@ def values(result: Any) -> list[torch.Tensor]:
     return [(result.full_tensor() if hasattr(result, "full_tensor") else result).cpu()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("at_first", ["default", "mesh"])
 def test_an_argument_makes_one_program(mesh_2x4: DeviceMesh, name: str, at_first: str) -> None:

@@ -76,7 +76,7 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("stage", [*STAGES, "trace"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 def test_nothing_is_lost(
     mesh_2x4: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +174,7 @@ class Writer:
 @pytest.mark.parametrize("calls_before", [0, 1, 2])
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("place", WRITING)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 def test_a_failure_in_writing_back(
     mesh_2x4: DeviceMesh, monkeypatch: pytest.MonkeyPatch, place: str, at: int, calls_before: int
 ) -> None:

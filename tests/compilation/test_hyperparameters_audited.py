@@ -92,7 +92,7 @@ CLASSES: tuple[type[Optimizer], ...] = (
 )
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -101,7 +101,7 @@ IN_THE_STEP = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("scheduler", list(IN_THE_STEP))
 def test_schedulers_stepped_in_the_step(

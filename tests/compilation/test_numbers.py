@@ -240,7 +240,7 @@ def assert_one_program(function: Function, mesh: DeviceMesh, values: tuple, eage
     assert step.traces == 2, step.recompilations
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", list(FLOATS))
 def test_hyperparameters(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(differentiated(FLOATS[name]), mesh_2x4, VALUES, X)
@@ -252,7 +252,7 @@ def test_floats(mesh_2x4: DeviceMesh, name: str) -> None:
     assert_one_program(PLAIN[name], mesh_2x4, VALUES, X)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", list(RANDOM))
 def test_random_numbers(mesh_2x4: DeviceMesh, name: str) -> None:
     """A step draws what eager code draws."""
@@ -316,7 +316,7 @@ BOUNDARIES: dict[str, tuple[Function, tuple]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", list(BOUNDARIES))
 def test_where_torch_decides(mesh_2x4: DeviceMesh, name: str) -> None:
     function, values = BOUNDARIES[name]
@@ -498,6 +498,7 @@ def evaluated(function: Function, *args: Any) -> Any:
 SEEDS = [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10, 60))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_expressions(mesh_2x4: DeviceMesh, seed: int) -> None:
     """Of floats and ints, zero among them: torch's values, or the error that Python raises."""

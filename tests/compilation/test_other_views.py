@@ -51,6 +51,7 @@ SQUARES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", list(SQUARES))
 def test_gradients_of_sharded_leaves(name: str, captured: bool, own_ops: None) -> None:

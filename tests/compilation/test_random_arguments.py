@@ -213,6 +213,7 @@ def sequence(world: World, seed: int) -> Iterator[Observation]:
     return observe(Session(world, seed).run(), world)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=[pytest.mark.slow] if s >= 8 else []) for s in range(60)]
 )

@@ -378,7 +378,7 @@ def check(world: World, model: str, optimizer: str, seed: int) -> None:
     assert i == STEPS - 1
 
 
-@pytest.mark.one_in(120)
+@pytest.mark.one_in(144)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("model", list(MODELS))

@@ -289,7 +289,7 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("shape", ["2x4", "2x2x2", "4"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_as_on_the_cpu(program: Callable[[Cpu], Any], shape: str) -> None:

@@ -626,7 +626,7 @@ def outcome(run: Callable[[Place, Compile], list[Any]], *how: Any) -> Any:
         return str(error)[:70]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("watch", ["auto", "replay"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_torch(mesh_2x4: DeviceMesh, name: str, watch: str) -> None:

@@ -233,7 +233,7 @@ def test_the_program_is_a_loop() -> None:
     assert loops(nn.Sequential(first, nn.Tanh(), second)) == 4
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_random_numbers_are_those_of_the_loop(p: float) -> None:
     torch.manual_seed(0)
     model, x = Model(plainly, p=p), torch.randn(8, WIDTH)

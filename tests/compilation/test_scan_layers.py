@@ -129,7 +129,7 @@ def with_torch(depth: int, steps: int = 3) -> list[Any]:
 LAYOUTS = [on_one_device, replicated, sharded, fully_sharded]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("how", "layout"),
     [

@@ -122,7 +122,7 @@ NAMES = (
 )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_entry(name: str, mesh_2x4: DeviceMesh) -> None:
     for entry in entries.select(name):

@@ -324,7 +324,7 @@ class Training:
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS[:4])
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_step_whose_launch_fails(
     optimizer: Any, options: dict[str, Any], steps: int, failure: Any, mesh_2x4: DeviceMesh
 ) -> None:

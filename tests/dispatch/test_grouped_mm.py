@@ -47,7 +47,7 @@ def by_group(a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> torch.Tensor:
     return torch.stack([a[:, i:j] @ b[i:j] for i, j in parts])
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("placements", PLACEMENTS)

@@ -179,7 +179,7 @@ OPERATIONS: list[Callable[[random.Random, list[Any]], Any]] = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(6))

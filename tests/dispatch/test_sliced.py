@@ -80,7 +80,7 @@ def run(function: Callable[..., Any], differentiated: bool, *tensors: Any) -> li
     return [out.detach(), *torch.autograd.grad(out.sin().sum(), first)]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_the_cpu(

@@ -51,13 +51,13 @@ def four_devices() -> Iterator[None]:
     xd.set_mesh(None)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", chosen(DEVICES))
 def test_ranks_are_devices(name: str, four_devices: None) -> None:
     CASES[name].body()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", chosen(THREADS))
 def test_ranks_are_threads(name: str) -> None:
     def body() -> None:

@@ -27,7 +27,7 @@ WITHOUT_EXAMPLE = {"HorovodInternalError", "PerRank", "elastic.ElasticSampler"}
 """An error's raises it (`tests/horovod/test_run.py` has it), the others are in other examples."""
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name not in WITHOUT_EXAMPLE])
 def test_examples_run_and_say_what_comes_out(name: str) -> None:
     code = example(PUBLIC[name])

@@ -77,7 +77,7 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype]] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("given", [HALF, FULL], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_precision(name: str, given: torch.dtype, mesh_2x4: DeviceMesh) -> None:

@@ -117,7 +117,7 @@ def placing(where: Any, mesh: DeviceMesh) -> Callable[[torch.Tensor], Any]:
     return place
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("where", PLACEMENTS)

@@ -82,6 +82,7 @@ def test_grad(expected: Expected, jit: bool) -> None:
     expected.check(found)
 
 
+@pytest.mark.one_in(8)
 def test_checkpoint(expected: Expected) -> None:
     loss = jax.checkpoint(expected.loss)
     expected.check(
@@ -107,6 +108,7 @@ def test_vmap(name: str) -> None:
     expected.check(jax.grad(loss, argnums=expected.argnums())(expected.params, *expected.arrays))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_BATCHES])
 def test_scan(name: str) -> None:
     expected = Expected(name)
@@ -127,7 +129,7 @@ def test_scan(name: str) -> None:
     expected.check(found)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OF_BATCHES])
 def test_shard_map(name: str, checks: bool) -> None:
@@ -198,7 +200,9 @@ def test_gradients_of_third_order() -> None:
     assert float(jax.jit(third)(1.5)) == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["linear", "autograd function", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["linear", "autograd function", pytest.param("lstm", marks=pytest.mark.slow)]
+)
 def test_jacobians(name: str) -> None:
     expected = Expected(name)
     x = expected.inputs[0]

@@ -83,7 +83,7 @@ CUTS = {
 }
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_loop_moves_what_its_layers_do(cut: str, name: str) -> None:
@@ -92,13 +92,12 @@ def test_a_loop_moves_what_its_layers_do(cut: str, name: str) -> None:
     mesh = make_mesh(name)
     tokens = torch.randint(ROWS_OF_TABLE, (ROWS, 16))
     placed = distribute_tensor(tokens, mesh, [Shard(0)] * mesh.ndim)
-    moved = {}
+    plain, moved = step_of(Model(None, {}), False), {}
+    expected = [plain(tokens) for _ in range(3)]
     for scans in (False, True):
-        expected = step_of(Model(None, {}), False)
         step = xd.compile(step_of(Model(mesh, CUTS[cut]), scans))
-        for _ in range(3):
-            loss = step(placed).full_tensor().cpu()
-            torch.testing.assert_close(loss, expected(tokens), rtol=1e-4, atol=1e-5)
+        losses = [step(placed).full_tensor().cpu() for _ in expected]
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         (*_, program) = step.compiled_programs()
         moved[scans] = collective_traffic(program.as_text()).total_bytes
     # The loop's gradients are summed layer by layer, and its weights gathered once more.

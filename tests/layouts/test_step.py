@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,10 +48,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary: int = VOCABULARY, **block: Any) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY, depth: int = 2, **block: Any) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.Sequential(*(Block(**block) for _ in range(2)))
+        self.blocks = nn.Sequential(*(Block(**block) for _ in range(depth)))
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -101,6 +102,23 @@ def losses(model: nn.Module, to_mesh: Callable[..., Any], **options: Any) -> tup
     return [run(*map(to_mesh, batch)).item() for batch in batches], run
 
 
+class Ran(NamedTuple):
+    """What several tests look at of a step. Its programs may be gone between two tests."""
+
+    losses: list[float]
+    compilations: int
+    moved: int
+    """Bytes."""
+    report: str
+
+
+@functools.cache
+def on_mesh(layout: str, mesh: str, layouts: str, **model: Any) -> Ran:
+    found, step = losses(*build(layout, mesh, **model), layouts=layouts)
+    moved = collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
+    return Ran(found, step.compilations, moved, step.layouts() if layouts == "step" else "")
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped": {"keys": 2},
@@ -110,12 +128,13 @@ MODELS: dict[str, dict[str, Any]] = {
 LAYOUTS = ("dp", "fsdp", "tp", "fsdp tp")
 
 
-def check(model: str, layout: str, mesh: str, layouts: str = "step") -> None:
+def check(model: str, layout: str, mesh: str, layouts: str = "step", **more: Any) -> None:
+    options = MODELS[model] | more
     torch.manual_seed(0)
-    expected, _ = losses(Transformer(**MODELS[model]), lambda tokens: tokens)
-    found, step = losses(*build(layout, mesh, **MODELS[model]), layouts=layouts)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert step.compilations == 1
+    expected, _ = losses(Transformer(**options), lambda tokens: tokens)
+    found = on_mesh(layout, mesh, layouts, **options)
+    torch.testing.assert_close(found.losses, expected, rtol=1e-4, atol=1e-5)
+    assert found.compilations == 1
 
 
 @pytest.mark.one_in(4)
@@ -134,7 +153,7 @@ def test_models(model: str) -> None:
 @pytest.mark.parametrize("model", ["plain", "grouped"])
 def test_attention_takes_axes_apart(model: str) -> None:
     """Cut by its rule over three axes one by one, where all else takes two of them together."""
-    check(model, "fsdp tp", "2x2x2", "torch")
+    check(model, "fsdp tp", "2x2x2", "torch", depth=1)
 
 
 @pytest.mark.slow
@@ -146,21 +165,16 @@ def test_everywhere(model: str, layout: str, mesh: str, layouts: str) -> None:
     check(model, layout, mesh, layouts)
 
 
-def moved(layout: str, mesh: str, layouts: str, **model: Any) -> int:
-    """The bytes that a step moves."""
-    _, step = losses(*build(layout, mesh, **model), layouts=layouts)
-    return collective_traffic(step.compiled_programs()[-1].as_text()).total_bytes
-
-
 def test_less_is_moved_than_operation_by_operation() -> None:
-    assert moved("fsdp tp", "2x4", "step") < 0.8 * moved("fsdp tp", "2x4", "torch")
+    step, torchs = (on_mesh("fsdp tp", "2x4", layouts) for layouts in ("step", "torch"))
+    assert step.moved < 0.8 * torchs.moved
 
 
 def test_random_numbers_are_those_of_any_layout() -> None:
     """Attention's dropout draws in each device's own shard, whatever that is."""
-    found, _ = losses(*build("fsdp tp", "2x4", dropout=0.5), layouts="step")
-    expected, _ = losses(*build("dp", "2x4", dropout=0.5), layouts="torch")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found = on_mesh("fsdp tp", "2x4", "step", depth=1, dropout=0.5)
+    expected = on_mesh("dp", "2x4", "torch", depth=1, dropout=0.5)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_user_asks_for_binds() -> None:
@@ -178,9 +192,7 @@ def test_what_the_user_asks_for_binds() -> None:
 
 
 def test_the_report() -> None:
-    _, step = losses(*build("tp", "2x4"), layouts="step")
-    text = step.layouts()
-    header, *rows, total = text.splitlines()
+    header, *rows, total = on_mesh("fsdp tp", "2x4", "step").report.splitlines()
     assert header.split()[0] == "for" and "collectives of" in total
     # A sum over tp of what a row-wise weight gives, in a line of this file; instead of it more
     # would be moved.

@@ -24,7 +24,7 @@ BEFORE = [[Shard(1), Replicate()], [Shard(2), Shard(0)], [Replicate(), Shard(2)]
 AFTER = [[Shard(0), Shard(1)], [Shard(0), Replicate()], [Shard(1), Shard(0)]]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("after", AFTER, ids=str)
 @pytest.mark.parametrize("before", BEFORE, ids=str)
 @pytest.mark.parametrize("name", READS)

@@ -42,6 +42,7 @@ PRODUCTS: dict[str, tuple[list[tuple[int, ...]], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)

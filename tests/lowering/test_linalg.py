@@ -31,7 +31,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hermitian", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 7, 40])
@@ -120,6 +120,7 @@ EX = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("placements", [[Replicate()] * 2, [Shard(0), Replicate()]], ids=str)
 @pytest.mark.parametrize("is_singular", [False, True])
 @pytest.mark.parametrize("name", EX)

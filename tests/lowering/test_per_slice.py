@@ -32,6 +32,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [16, 13])
 @pytest.mark.parametrize("given", [P("a"), P(("b", "a")), P("a", "b"), P()], ids=str)
 @pytest.mark.parametrize("wanted", [P("a"), P(None, "b"), P(("b", "a")), P()], ids=str)

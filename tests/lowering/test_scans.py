@@ -20,7 +20,7 @@ SCANS: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 13])
 def test_all_of_them_of_one_tensor(length: int, way: str) -> None:  # noqa: F811
     """XLA's own windows give all of them the padding of the first."""
@@ -29,7 +29,7 @@ def test_all_of_them_of_one_tensor(length: int, way: str) -> None:  # noqa: F811
     check(program, x, make_mesh("2x4"), [Replicate(), Shard(0)], way)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_along_each_dim(name: str, dim: int, way: str) -> None:  # noqa: F811

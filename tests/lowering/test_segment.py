@@ -45,7 +45,7 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("initial", [None, 0.5])
 @pytest.mark.parametrize("reduce", NAMES)
 @pytest.mark.parametrize("name", CASES)

@@ -105,6 +105,7 @@ def test_many_relatives(shape: str, seed: int, way: str) -> None:
     test_relatives(shape, seed, way)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", ["8"])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 @pytest.mark.parametrize(("size", "start", "step"), [(8, 7, 3), (9, 1, 2), (6, 2, 4), (2, 1, 2)])
@@ -138,6 +139,7 @@ def test_a_scatter_shorter_than_its_axis(way: str) -> None:
     check(taken, torch.randn(2, 1), mesh, [Replicate(), Shard(0)], way)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", [[Shard(0), Replicate()], [Replicate(), Shard(0)]], ids=str)
 def test_one_row_written_of_what_moves(layout: list[Placement], way: str) -> None:
     """Where the rows are in other shards than before."""

@@ -122,6 +122,7 @@ CASES: list[tuple[str, tuple[int, ...], torch.dtype, tuple[Any, ...]]] = [
 ids = [f"{name}-{list(shape)}-{args}" for name, shape, _, args in CASES]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "shape", "dtype", "args"), CASES, ids=ids)
 def test_get_and_put(name: str, shape: Any, dtype: torch.dtype, args: Any) -> None:
     packet, _, overload = name.partition(".")

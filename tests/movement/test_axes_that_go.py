@@ -34,7 +34,7 @@ def moves(ndim: int) -> list[tuple[tuple, tuple, tuple]]:
     return random.Random(ndim).sample(found, 24)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("how", ["compiled", "eager"])
 @pytest.mark.parametrize(

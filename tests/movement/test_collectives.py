@@ -113,6 +113,7 @@ PROGRAMS: dict[str, Case] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh_name, dim, groups", GROUPS)
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_in_a_compiled_step(mesh_name: str, dim: str, groups: list[list[int]], name: str) -> None:

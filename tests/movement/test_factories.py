@@ -100,6 +100,7 @@ def test_arguments(mesh_2x4: DeviceMesh) -> None:
     assert (zeros.placements, zeros.tolist()) == ((Partial(), S(0)), [0] * 4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("rand", EVEN), ("rand", UNEVEN), ("randn", EVEN), ("randn", UNEVEN)],
@@ -162,6 +163,7 @@ def test_moments(dtype: torch.dtype, mesh_2x4: DeviceMesh) -> None:
         assert abs(product) < error
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["zeros", "ones", "empty", "full", "rand", "randn"])
 @pytest.mark.parametrize("shape", [(1024, 512), (1027, 513)], ids=["even", "uneven"])
 @pytest.mark.parametrize(

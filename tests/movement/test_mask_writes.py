@@ -127,7 +127,7 @@ def on_cpu(tensors: list[Any]) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("placements", [None, *PLACEMENTS])
 @pytest.mark.parametrize("write", WRITES)

@@ -37,7 +37,7 @@ def expected(
     return [torch.stack([x for kind in of for x in kind]) if any(of) else empty for of in got], went
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("capacity", [None, 1.25], ids=["room for all", "capacity"])
 @pytest.mark.parametrize("case", CASES)

@@ -38,7 +38,7 @@ def parameters(kind: str, low: int, high: int, zero_point: int) -> tuple[Any, ..
     return torch.rand(12) / 10 + 0.01, zero_points, 1, low, high
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("levels", RANGES, ids=str)

@@ -62,6 +62,7 @@ def test_a_tangent_of_another_shape() -> None:
         forward_ad.make_dual(x, torch.ones(3, device="xla"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("how", ["device", "mesh", "compiled"])
 def test_embedding_with_a_maximum_norm(norm_type: float, how: str, mesh_2x4: DeviceMesh) -> None:

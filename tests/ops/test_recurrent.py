@@ -81,6 +81,7 @@ def test_module(name: str, place: str, compiled: bool, mesh_2x4: DeviceMesh) -> 
     compare(results, reference(x), ours, x, model, reference)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CELLS)
 def test_cell(name: str, place: str, mesh_2x4: DeviceMesh) -> None:
@@ -91,7 +92,7 @@ def test_cell(name: str, place: str, mesh_2x4: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("name", ["gru", "gru_both_ways", "lstm_projected", "rnn"])
@@ -148,6 +149,7 @@ def test_gradients_of_gradients(name: str, place: str, mesh_2x4: DeviceMesh) -> 
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", ["gru", "lstm", "rnn"])
 def test_a_graph_of_gradients_of_a_carried_state(name: str, mesh_2x4: DeviceMesh) -> None:
     """What a layer saves has a history that reaches its weights, too."""

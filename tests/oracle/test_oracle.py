@@ -44,18 +44,17 @@ FAST = (
 
 
 class Launches:
-    """Dumps from ``torchrun``: one launch for all scenarios of a world size, one for all random
-    programs; started when first asked for, and shared by the processes of pytest-xdist."""
+    """Dumps from ``torchrun``: one launch for all scenarios of a world size that are ``asked`` for,
+    one for all random programs; started when it is needed first, and shared by the processes of
+    pytest-xdist."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, asked: set[str]) -> None:
+        self._folder, self._asked = folder, asked
 
     def scenario(self, name: str) -> list[Dump]:
         size = scenario(name).WORLD_SIZE
-        names = [n for n in SCENARIOS if size == scenario(n).WORLD_SIZE]
-        if name in FAST:
-            return self._dumps(f"fast{size}", size, [n for n in names if n in FAST], name)
-        return self._dumps(f"more{size}", size, [n for n in names if n not in FAST], name)
+        names = [n for n in SCENARIOS if n in self._asked and size == scenario(n).WORLD_SIZE]
+        return self._dumps(f"scenarios{size}", size, names, name)
 
     def chain(self, seed: int) -> list[Dump]:
         names = [f"fuzz:0-{FUZZ_SEEDS - 1}"]
@@ -102,13 +101,15 @@ def launched(
 
 
 @pytest.fixture(scope="session")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder = folder / "oracle"
     folder.mkdir(exist_ok=True)
-    return Launches(folder)
+    own = [item for item in request.session.items if item.path.parent == Path(__file__).parent]
+    calls = [item.callspec for item in own if hasattr(item, "callspec")]
+    return Launches(folder, {call.params["name"] for call in calls if "name" in call.params})
 
 
 def _mismatches(expected: list[Dump], main: Callable[[Oracle], None]) -> list[str]:

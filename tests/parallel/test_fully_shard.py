@@ -384,6 +384,7 @@ def test_frozen_parameters(mesh8: DeviceMesh) -> None:
     torch.testing.assert_close(full(model.inp.weight.grad), expected.inp.weight.grad)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_rnn_weights(kind: type[nn.RNNBase], compiled: bool, mesh4: DeviceMesh) -> None:

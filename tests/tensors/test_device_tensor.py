@@ -198,7 +198,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("placements", LAYOUTS, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 @pytest.mark.parametrize("kind", ["xla", "cpu"])

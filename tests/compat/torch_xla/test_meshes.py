@@ -49,6 +49,7 @@ def marked(value: torch.Tensor, name: str, spec: tuple) -> torch.Tensor:
     return xs.mark_sharding(value.to("xla"), mesh(name), spec)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("of_x", "of_w"), PAIRS)
 def test_an_operation_and_its_gradients(of_x: str, of_w: str) -> None:
     rows = PAIRS[of_x, of_w]

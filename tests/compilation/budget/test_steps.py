@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
@@ -63,7 +63,7 @@ class Norms(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
-            for _ in range(3)
+            for _ in range(2)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_the_same_bits() -> None:
 
 def test_another_budget_is_another_program() -> None:
     """And the first one again, when it comes back."""
-    model, mesh, placements = on_mesh(Stack(), "dp")
+    model, mesh, placements = on_mesh(Stack(3), "dp")
     x = distribute_tensor(torch.randn(BATCH, WIDTH), mesh, placements)
     step = xd.compile(lambda x: plain(model, x).detach())
     for value, programs in ((1, 1), (0.25, 2), (0.25, 2), (1, 2), (0.8, 3), (0.25, 3)):
@@ -256,7 +256,7 @@ def test_replayed_steps() -> None:
 def test_bytes_between_forward_and_backward() -> None:
     """Of a step whose result has a history: what its first program saves for the second."""
     torch.manual_seed(0)
-    model, x = Stack(), torch.randn(BATCH, WIDTH)
+    model, x = Stack(3), torch.randn(BATCH, WIDTH)
     plain(model, x)
     expected = [p.grad for p in model.parameters()]
     saved = []
