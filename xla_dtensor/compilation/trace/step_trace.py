@@ -27,7 +27,7 @@ from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.base.torch_private.attributes import is_leaf, is_view, sequence_number_of
 from xla_dtensor.base.torch_private.dispatch_keys import making_history
-from xla_dtensor.compilation.trace import external_storages
+from xla_dtensor.compilation.trace import external_storages, first_calls
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.backward_passes import BackwardPasses
 from xla_dtensor.compilation.trace.doubles import StandIns
@@ -367,6 +367,8 @@ class StepTrace(TracingProgram):
         own = fill_value is not None or self.numbers.is_counter(storage.array)
         if storage.version > self._begins and not own:
             external_storages.refuse_made_meanwhile(storage)
+        if fill_value is None:
+            first_calls.claim_met(storage)
         array = storage.array
         if id(array) in self._array_ids and not self.numbers.is_counter(array):
             # Two storages share this array; as inputs, which may be donated, they must be two.
