@@ -160,10 +160,10 @@ class CompiledStep(BaseStep):
                     check_lengths(program.traced.cuts or [], arguments.padding)
                 self._last = call, program
                 self._many.in_a_row = 0
-                observer = events.observer
-                if observer is not None:
-                    observer.compiled(self._name())
                 run = program.launch(call)
+            observer = events.observer  # not above: it writes a log, which has locks of its own
+            if observer is not None:
+                observer.compiled(self._name())
             return program.finish(run)
         with Seldom(), counters.timing("compile"):
             return self._trace(arguments, family, missed)
