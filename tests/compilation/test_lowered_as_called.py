@@ -73,8 +73,8 @@ def test_lower_shows_what_the_call_runs(
     function, given = case()
     step, x = xd.compile(function), torch.arange(4.0).to("xla")
     ran: list[Any] = []
-    run = Program.run
-    monkeypatch.setattr(Program, "run", lambda self, call: ran.append(self) or run(self, call))
+    run = Program.launch
+    monkeypatch.setattr(Program, "launch", lambda self, call: ran.append(self) or run(self, call))
     for arguments in given:
         arguments = arguments() if callable(arguments) else arguments
         before = step.traces, step.compilations, list(step.recompilations)

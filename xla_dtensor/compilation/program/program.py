@@ -17,14 +17,13 @@ from xla_dtensor.base.tables import counters
 from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.compilation.budget.again import within_budgets
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.inputs import (
     LostArrays,
     check_alive,
     outputs_in_order,
     refuse_deleted,
 )
-from xla_dtensor.compilation.call.run import Outputs, Prepared, Run
+from xla_dtensor.compilation.call.run import Outputs, Run
 from xla_dtensor.compilation.call.sources import ArraySource
 from xla_dtensor.compilation.program.backward import BackwardPass
 from xla_dtensor.compilation.program.executable import Executable
@@ -38,10 +37,10 @@ from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
-from xla_dtensor.forms.sharing import launching
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import agreement
 from xla_dtensor.runtime.jax_runtime import code_bytes
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class Program:
@@ -50,8 +49,6 @@ class Program:
     Args:
         traced: the trace.
         arguments: of the call that was traced.
-        executables: those compiled so far; None to lower the program and no more.
-        options: for XLA.
         lays_out: whether its values lie where it communicates least (`layouts/`), and not where
             each operation's rule has them.
         in_blocks: whether its results have the same bits on any mesh (`blocks/`).
@@ -61,7 +58,8 @@ class Program:
         jaxpr: what it computes, within the memory budgets of its backward passes (`budget/`).
         inputs, outputs: in their order, and in one call.
         guards: what must hold for it to run.
-        executable: what XLA has made of it.
+        executable, options: what XLA has made of it, and how, once it is compiled.
+        finish: what follows a launch, see `WriteBack.finish`.
         runs: how often it has been launched.
     """
 
@@ -69,12 +67,10 @@ class Program:
         self,
         traced: Traced,
         arguments: Arguments,
-        executables: Cache[Any, Any] | None,
-        options: dict[str, Any] | None,
         lays_out: bool = False,
         in_blocks: bool = False,
     ) -> None:
-        self.traced, self.options, self.runs = traced, options, 0
+        self.traced, self.runs = traced, 0
         self._anchor: Callable[[], Storage | None] = lambda: None
         inputs = self.inputs = Inputs(traced)
         self.guards = Guards(traced, inputs, arguments)
@@ -108,19 +104,26 @@ class Program:
             donates = backward.donates
         self.outputs = Outputs(forms, order)
         self._write_back = WriteBack(traced, inputs, self.outputs, self.guards)
-        self.executable = Executable(
-            traced,
-            jaxpr,
-            inputs,
-            self.outputs,
-            groups,
+        self.finish = self._write_back.finish
+        self._to_compile = functools.partial(
+            Executable,
+            *(traced, jaxpr, inputs, self.outputs, groups),
             residuals=residuals,
             donates=donates,
-            executables=executables,
-            options=options,
             lays_out=lays_out,
             in_blocks=in_blocks,
         )
+
+    def compile(self, executables: Cache[Any, Any] | None, options: dict[str, Any] | None) -> None:
+        """Compile it.
+
+        Args:
+            executables: those compiled so far; None to lower the program and no more.
+            options: for XLA.
+        """
+        self.options = options
+        self.executable = self._to_compile(executables=executables, options=options)
+        del self._to_compile  # it has the arrays of the first call
 
     @property
     def frame(self) -> Any:
@@ -147,6 +150,26 @@ class Program:
         """Where the program's arrays come from, by what its arguments are called."""
         return {"donated": self.inputs.donated.sources, "kept": self.inputs.kept.sources}
 
+    def uses(self, arguments: Arguments) -> set[int]:
+        """The ids of the storages that it uses in a call, be it their tensors' gradients alone."""
+        given = (tensor._storage_ for tensor in filter(is_ours, arguments.tensors))
+        found = (outside.storage for outside in self.traced.outside)
+        return {*self.inputs.storages, *map(id, given), *map(id, found)}
+
+    def written(self, arguments: Arguments) -> list[Storage]:
+        """The storages that it writes to in a call, or to whose tensors' gradients."""
+        outputs = self.traced.outputs
+        changed = [outside for outside, _ in (*outputs.grads, *outputs.switched)]
+        changed += [outside for outside in self.traced.outside if outside.asks_grad]
+        tensors = filter(is_ours, (outside.of(arguments) for outside in changed))
+        slots = [source for source in self.traced.inputs.slots if source.writes]
+        return [
+            *(tensor._storage_ for tensor in tensors),
+            *(storage for source in slots for storage in source.storages),
+            *(source.storage(arguments) for source in slots if not source.is_fixed),
+            *(storage for storage, _ in outputs.left),
+        ]
+
     def follows_itself(self, arguments: Arguments) -> bool:
         """Whether it may run after a call of its own, as far as that and others' changes of tensors
         can tell: it leaves nothing in Python's objects, and finds tensors of the same kind."""
@@ -159,36 +182,26 @@ class Program:
     # --- running -----------------------------------------------------------------------------
 
     @interrupts.atomic
-    def run(self, arguments: Arguments, prepared: Prepared | None = None) -> Any:
-        """Execute the program and put its effects in place.
+    def launch(self, arguments: Arguments) -> Run:
+        """Execute the program and write to what was there before; `finish` does the rest. (In a
+        `forms.sharing.launching` block that begins before the guards are asked: a launch of another
+        thread in between would leave other gradients, or take over the arrays.)
 
         Raises:
-            BaseException: it couldn't be launched, and nothing has happened; or something has
-                failed in writing back, or what must hold of values doesn't, and everything else
-                that the step does has happened.
+            BaseException: it couldn't be launched, and nothing has happened.
         """
-        traced = self.traced
-        run = Run(arguments, prepared or self.guards.prepared, self.outputs)
+        run = Run(arguments, self.guards.prepared, self.outputs)
         if self._backward is None:
             self._execute(run)
         else:
-            assert traced.outputs.history is not None
+            assert self.traced.outputs.history is not None
             try:
-                self._run_with_history(self._backward, traced.outputs.history, run)
+                self._run_with_history(self._backward, self.traced.outputs.history, run)
             except BaseException as error:
                 if run.arrays is None:
                     raise
                 run.error = run.error or error
-        self._write_back.finish(run)
-        if run.error is not None:
-            raise run.error
-        results = [result.make(run) for result in traced.outputs.results]
-        left = run.objects
-        if traced.cuts and arguments.padding is not None:
-            results, left = cut_back(results, traced.cuts, arguments.padding), {}
-        if traced.outputs.judges:
-            self._write_back.judge(run)
-        return traced.outputs.tree.build(results, left)
+        return run
 
     def _run_with_history(self, backward: BackwardPass, history: History, run: Run) -> None:
         """Execute the program as a node of the caller's history."""
@@ -210,31 +223,30 @@ class Program:
 
     def _execute(self, run: Run) -> list[Any]:
         """Launch, and write to what was there before; what the backward pass needs of it."""
-        with launching():
-            with jax.enable_x64(True):
-                donated, *others = self.inputs.gather(run.arguments, run.prepared)
-                groups = (lazy.to_take_over(donated), *others)
-                try:
-                    arrays = self._launch(groups)
-                except BaseException as error:
-                    operations = self.inputs.random_operations
-                    if operations:
-                        rng.default.give_back(groups[3][-4:], operations)
-                    check_alive(groups[0], error)
-                    raise
-                residuals: list[Any] = []
-                backward = self._backward
-                if backward is not None:
-                    count = len(arrays) - backward.residuals
-                    arrays, residuals = arrays[:count], arrays[count:]
-                    residuals = [*residuals, *backward.constants(groups)]
-            self.runs, run.arrays = self.runs + 1, arrays
-            counters.add("steps")
-            if events.observer is not None:
-                events.observer.launched(self, "forward", self.executable.compiled.as_text)
-            self._write_back.put(run)
-            if run.error is not None:
-                LostArrays.seen = LostArrays.seen or self._write_back.has_lost()
+        with jax.enable_x64(True):
+            donated, *others = self.inputs.gather(run.arguments, run.prepared)
+            groups = (lazy.to_take_over(donated), *others)
+            try:
+                arrays = self._launch(groups)
+            except BaseException as error:
+                operations = self.inputs.random_operations
+                if operations:
+                    rng.default.give_back(groups[3][-4:], operations)
+                check_alive(groups[0], error)
+                raise
+            residuals: list[Any] = []
+            backward = self._backward
+            if backward is not None:
+                count = len(arrays) - backward.residuals
+                arrays, residuals = arrays[:count], arrays[count:]
+                residuals = [*residuals, *backward.constants(groups)]
+        self.runs, run.arrays = self.runs + 1, arrays
+        counters.add("steps")
+        if events.observer is not None:
+            events.observer.launched(self, "forward", self.executable.compiled.as_text)
+        self._write_back.put(run)
+        if run.error is not None:
+            LostArrays.seen = LostArrays.seen or self._write_back.has_lost()
         return residuals
 
     def _launch(self, groups: Groups) -> list[Any]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base import assertions
+from xla_dtensor.base import assertions, interrupts
+from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.recipes import Recipe
 from xla_dtensor.compilation.call.run import Outputs, Run
 from xla_dtensor.compilation.program.guards import Guards
@@ -81,9 +82,15 @@ class WriteBack:
         """Whether an array that was written back is deleted."""
         return any(storage.value.is_deleted() for storage in self._storages)
 
-    def finish(self, run: Run) -> None:
-        """What else the step's Python has done. The schedulers' steps come last: they are the
-        user's code, and may fail."""
+    @interrupts.atomic
+    def finish(self, run: Run) -> Any:
+        """Do what else the step's Python has done; what it returns. The schedulers' steps come
+        last: they are the user's code, and may fail.
+
+        Raises:
+            BaseException: something has failed in writing back, or what must hold of values
+                doesn't, and everything else that the step does has happened.
+        """
         for effect in self._traced.effects.all:
             run.with_retry([_repeat], effect)
         if self._traced.outputs.left or not self._is_steady:
@@ -94,8 +101,18 @@ class WriteBack:
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(_step_scheduler, step, scheduler, args, kwargs)
+        if run.error is not None:
+            raise run.error
+        outputs, padding = self._traced.outputs, run.arguments.padding
+        results = [result.make(run) for result in outputs.results]
+        left = run.objects
+        if self._traced.cuts and padding is not None:
+            results, left = cut_back(results, self._traced.cuts, padding), {}
+        if outputs.judges:
+            self._judge(run)
+        return outputs.tree.build(results, left)
 
-    def judge(self, run: Run) -> None:
+    def _judge(self, run: Run) -> None:
         """Look whether what must hold does: now, where indices were asked for; an assertion of the
         step's own alone doesn't make the host wait, and is looked at when a value is read."""
         assert self._traced.outputs.judged is not None

@@ -7,14 +7,18 @@ from types import FunctionType
 from typing import Any
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.torch_private.attributes import is_leaf
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
 from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
 from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
+from xla_dtensor.tensors.base import grad_of
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class Attempt:
@@ -85,10 +89,14 @@ def _trace(
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
         nonlocal known
-        about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
-        start = Start(*about, knows_frame=knows_frame)
-        known = start.watch  # a further attempt's walk begins with its names
-        return Traced(start, positions)
+        while True:
+            about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
+            start = Start(*about, knows_frame=knows_frame)
+            known = start.watch  # a further attempt's walk begins with its names
+            leaves = [*filter(is_ours, start.leaves)]
+            grads = filter(is_ours, map(grad_of, filter(is_leaf, leaves)))
+            if not first_calls.claim(tensor._storage_ for tensor in (*leaves, *grads)):
+                return Traced(start, positions)
 
     while True:
         recorder = CodeRecorder()

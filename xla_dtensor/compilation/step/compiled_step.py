@@ -16,6 +16,7 @@ from xla_dtensor.base.thread_state import in_blocks, is_in_blocks, tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
 from xla_dtensor.compilation.call.retraces import ManyTraces
+from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
 from xla_dtensor.compilation.objects.readers import ReadsMore
@@ -34,9 +35,12 @@ from xla_dtensor.compilation.step.base_step import BaseStep, logger
 from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
+from xla_dtensor.compilation.trace import first_calls
+from xla_dtensor.compilation.trace.first_calls import FirstCall
 from xla_dtensor.compilation.trace.numbers import NumberChanged
 from xla_dtensor.errors import CompiledFileError, DataDependentError, UnsupportedOpError
 from xla_dtensor.execution import lazy
+from xla_dtensor.forms.sharing import launching
 from xla_dtensor.layouts.report import report
 from xla_dtensor.runtime import abstract
 from xla_dtensor.runtime.jax_runtime import code_bytes
@@ -136,21 +140,33 @@ class CompiledStep(BaseStep):
         family = self._families.get_or_make(arguments.key, Family)
         if arguments.lengths:
             family.takes(arguments.lengths)
-        found, missed = family.find(arguments)
-        if found is None:
-            with Seldom(), counters.timing("compile"):
-                return self._trace(arguments, family, missed)
-        call, program = found
-        if arguments.padding is not None:
-            check_lengths(program.traced.cuts or [], arguments.padding)
-        self._last = call, program
-        self._many.in_a_row = 0
-        observer = events.observer
-        if observer is not None:
-            observer.compiled(self._name())
         if self._audit:
-            self._look_again(program, call)
-        return program.run(call)
+            self._look_again(family, arguments)
+        busy: FirstCall | None = None
+        while True:
+            if busy is not None:
+                busy.wait()
+            # From the guards to the launch, or another thread's launch might leave other gradients.
+            with launching():
+                if first_calls.under_way:
+                    busy = first_calls.may_launch(family.uses(arguments))
+                    if busy is not None:
+                        continue
+                found, missed = family.find(arguments)
+                if found is None:
+                    break
+                call, program = found
+                if arguments.padding is not None:
+                    check_lengths(program.traced.cuts or [], arguments.padding)
+                self._last = call, program
+                self._many.in_a_row = 0
+                run = program.launch(call)
+            observer = events.observer  # not above: it writes a log, which has locks of its own
+            if observer is not None:
+                observer.compiled(self._name())
+            return program.finish(run)
+        with Seldom(), counters.timing("compile"):
+            return self._trace(arguments, family, missed)
 
     @interrupts.completed
     def again(self) -> Any:
@@ -185,9 +201,10 @@ class CompiledStep(BaseStep):
             if self._last is None:
                 raise RuntimeError(f"{self._name()}: again() needs a call before it")
             call, program = self._last
-            if program.follows_itself(call):
-                return program.run(call)
-            return self._call(call)
+            with launching():
+                follows = not first_calls.under_way and program.follows_itself(call)
+                run = program.launch(call) if follows else None
+            return self._call(call) if run is None else program.finish(run)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.
@@ -231,7 +248,8 @@ class CompiledStep(BaseStep):
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
         lazy.flush_all()
-        with self._lock, tracing, self._checks, in_blocks(self._in_blocks), Seldom():
+        blocks = in_blocks(self._in_blocks)
+        with self._lock, tracing, FirstCall() as first, self._checks, blocks, Seldom():
             traces = self._traces.copy()
             arguments = Arguments(args, kwargs, traces.reads)
             try:
@@ -240,7 +258,10 @@ class CompiledStep(BaseStep):
                 traces.read(more.reads, more.watch)
                 traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
             try:
-                return look(self._program(traced, traced.take_call(), None))
+                program = self._program(traced, traced.take_call())
+                first.only_writes(())
+                program.compile(None, self._options)
+                return look(program)
             finally:
                 traced.undo()
 
@@ -393,33 +414,21 @@ class CompiledStep(BaseStep):
 
     # --- internals ---------------------------------------------------------------------------
 
+    @interrupts.completed
     def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
         """Make a program and run it; ``missed`` says why the first one that there was doesn't
         fit."""
         why = family.explain(arguments, self._last) if missed is None else missed.why
-        with tracing, self._checks, in_blocks(self._in_blocks):
-            try:
-                traced = self._traces.made(arguments, family, missed)
-            except ReadsMore as more:
-                self._traces.read(more.reads, more.watch)
-                given = arguments.args, arguments.kwargs
-                return self._call(Arguments(*given, self._traces.reads, arguments.padding))
-        self._traces.compare_what_it_assigns(traced, missed.paths if missed else frozenset())
-        call = traced.take_call()
-        made: Program | None = None
         try:
-            made = program = self._program(traced, call, self._executables)
-            result = program.run(call)
-        except BaseException as error:
-            if made is None or not program.runs:
-                traced.undo(error)
-            else:  # a scheduler's step: the program has done what it had to
-                self._keep(program, call, family)
-            if isinstance(error, NumberChanged):
-                raise DataDependentError(
-                    f"the step changes a number that it takes as an input ({error}): do that "
-                    "outside of the compiled step"
-                ) from error
+            call, program, run = self._first_launch(arguments, family, missed)
+        except ReadsMore as more:
+            self._traces.read(more.reads, more.watch)
+            given = arguments.args, arguments.kwargs
+            return self._call(Arguments(*given, self._traces.reads, arguments.padding))
+        try:
+            result = program.finish(run)
+        except BaseException:  # a scheduler's step: the program has done what it had to
+            self._keep(program, call, family)
             raise
         family.last = dict(arguments.numbers)
         self._count(program.executable.is_new, why)
@@ -429,11 +438,39 @@ class CompiledStep(BaseStep):
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result
 
-    def _program(
-        self, traced: Traced, arguments: Arguments, executables: Cache[Any, Any] | None
-    ) -> Program:
-        how = self._lays_out, self._in_blocks
-        return Program(traced, arguments, executables, self._options, *how)
+    @interrupts.completed
+    def _first_launch(
+        self, arguments: Arguments, family: Family, missed: Mismatch | None
+    ) -> tuple[Arguments, Program, Run]:
+        """Make a program and launch it."""
+        with FirstCall() as first:
+            with tracing:
+                with self._checks, in_blocks(self._in_blocks):
+                    traced = self._traces.made(arguments, family, missed)
+                paths = missed.paths if missed else frozenset()
+                self._traces.compare_what_it_assigns(traced, paths)
+                call = traced.take_call()
+                try:
+                    program = self._program(traced, call)
+                except BaseException as error:
+                    _undo(traced, error)
+                    raise
+                first.only_writes(program.written(call))
+            try:
+                program.compile(self._executables, self._options)
+                while True:
+                    with launching():
+                        busy = first_calls.may_launch(program.uses(call), but_compiled=True)
+                        if busy is None:
+                            return call, program, program.launch(call)
+                    busy.wait()
+            except BaseException as error:
+                if not program.runs:
+                    _undo(traced, error)
+                raise
+
+    def _program(self, traced: Traced, arguments: Arguments) -> Program:
+        return Program(traced, arguments, self._lays_out, self._in_blocks)
 
     def _keep(self, program: Program, call: Arguments, family: Family) -> None:
         family.keep(program, call)
@@ -442,9 +479,24 @@ class CompiledStep(BaseStep):
                 programs.succeeded(program)
         self._last = call, program
 
-    def _look_again(self, program: Program, arguments: Arguments) -> None:
+    def _look_again(self, family: Family, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
+        with launching():
+            found, _ = family.find(arguments, to_run=False)
+        if found is None:
+            return
         self._calls += 1
         if self._calls % self._audit == 0:
-            with tracing, self._checks, in_blocks(self._in_blocks):
-                compare(self._name(), self._function, program.traced, arguments)
+            call, program = found
+            with FirstCall(), tracing, self._checks, in_blocks(self._in_blocks):
+                compare(self._name(), self._function, program.traced, call)
+
+
+def _undo(traced: Traced, error: BaseException) -> None:
+    """Take back what the trace of a program has made that isn't going to run."""
+    traced.undo(error)
+    if isinstance(error, NumberChanged):
+        raise DataDependentError(
+            f"the step changes a number that it takes as an input ({error}): do that outside of "
+            "the compiled step"
+        ) from error

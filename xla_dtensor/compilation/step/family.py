@@ -90,6 +90,12 @@ class Family:
                 found.append((call, self._programs_for(call, where)))
         return found
 
+    def uses(self, arguments: Arguments) -> set[int]:
+        """The ids of the storages that a call with these arguments may use, as far as programs
+        that there are can tell."""
+        found = [program.uses(arguments) for kept in self.programs.values() for program in kept]
+        return set().union(*found)
+
     def find(
         self, arguments: Arguments, to_run: bool = True
     ) -> tuple[tuple[Arguments, Program] | None, Mismatch | None]:

@@ -56,6 +56,14 @@ class ExternalStorage:
             self._before = storage.array, storage.form, storage.version
         self.written = True
 
+    def is_written_by_others(self) -> bool:
+        """Whether another thread has written to it since the step first used it, and the step
+        itself hasn't."""
+        storage = self.storage
+        if self.written or storage is None or storage.is_given_back:
+            return False
+        return storage.version != self.version
+
     def restore(self) -> None:
         """Undo what the trace did to the storage. It has its version again, too: a backward pass
         that waits must not take a trace for a write, and those of the trace never come back."""

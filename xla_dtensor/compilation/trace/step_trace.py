@@ -27,7 +27,7 @@ from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import sequence_number, unseen
 from xla_dtensor.base.torch_private.attributes import is_leaf, is_view, sequence_number_of
 from xla_dtensor.base.torch_private.dispatch_keys import making_history
-from xla_dtensor.compilation.trace import external_storages
+from xla_dtensor.compilation.trace import external_storages, first_calls
 from xla_dtensor.compilation.trace.assertions import TraceAssertions
 from xla_dtensor.compilation.trace.backward_passes import BackwardPasses
 from xla_dtensor.compilation.trace.doubles import StandIns
@@ -132,30 +132,33 @@ class StepTrace(TracingProgram):
     # --- what dispatch reports ---------------------------------------------------------------
 
     def array_of(self, storage: Storage, tensor: Any = None) -> Any:
+        array = storage.array
         if not self.owns(storage):
-            self._use(storage)
+            captured = self._use(storage)
             if tensor is not None:
                 with unseen():
                     self._touched(tensor)
-        array = storage.array
+            array = storage.array  # another one, if two storages had one
+            if captured.is_written_by_others():
+                array = captured.array  # which is the input
         if isinstance(array, AbstractArray):
             array = traced(array)
         if storage.form.memory is not None:
-            array = self._fetched(storage, array)
+            array = self._fetched(storage.form, array)
         if self.differentiating and (id(storage) in self.shown or not self.owns(storage)):
             array = self._mark(storage, array, tensor)
         if self._recomputed:
             array = self._recomputed[-1].barred(storage, array)
         return array
 
-    def _fetched(self, storage: Storage, array: Any) -> Any:
+    def _fetched(self, form: Form, array: Any) -> Any:
         """What rests in another memory, in the devices' own: once, before anything is done with it
         (libtpu ends the process on a barrier in front of a copy from the host)."""
-        known = self._in_devices.get(id(storage.array))
-        if known is None or known[0] is not storage.array:
+        known = self._in_devices.get(id(array))
+        if known is None or known[0] is not array:
             with self.scope():
-                fetched = storage.form.fetched(array)
-            known = self._in_devices[id(storage.array)] = storage.array, fetched
+                fetched = form.fetched(array)
+            known = self._in_devices[id(array)] = array, fetched
         return known[1]
 
     def _mark(self, storage: Storage | torch.Tensor, array: Any, tensor: Any) -> Any:
@@ -365,8 +368,10 @@ class StepTrace(TracingProgram):
                 external_storages.refuse_other_devices(self.frame, frame, storage)
         # Not optimizers' new state and step counts, which the trace makes outside of the program.
         own = fill_value is not None or self.numbers.is_counter(storage.array)
-        if storage.version > self._begins and not own:
+        if storage.version > self._begins and not own and not self._was_there(storage):
             external_storages.refuse_made_meanwhile(storage)
+        if fill_value is None:
+            first_calls.claim_met(storage)
         array = storage.array
         if id(array) in self._array_ids and not self.numbers.is_counter(array):
             # Two storages share this array; as inputs, which may be donated, they must be two.
@@ -377,6 +382,11 @@ class StepTrace(TracingProgram):
         captured = self._captured_by_id[id(storage)] = ExternalStorage(storage, fill_value)
         self.captured.append(captured)
         return captured
+
+    def _was_there(self, storage: Storage) -> bool:
+        """Whether memory is that of a tensor that the step could reach before the trace: another
+        thread has written to it."""
+        return any(outside.storage is storage for _, outside in self.before.values())
 
     def constant(self, form: Form, value: Any) -> Storage | None:
         """A new storage filled with ``value``, if it may be state that outlives the step.
