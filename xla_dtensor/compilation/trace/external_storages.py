@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import jax
+
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.forms.storage import Storage
@@ -58,11 +60,11 @@ class ExternalStorage:
 
     def is_written_by_others(self) -> bool:
         """Whether another thread has written to it since the step first used it, and the step
-        itself hasn't."""
+        itself hasn't: a tracer is the trace's own, a layer's weight in a loop's body for one."""
         storage = self.storage
         if self.written or storage is None or storage.is_given_back:
             return False
-        return storage.version != self.version
+        return storage.version != self.version and not isinstance(storage.array, jax.core.Tracer)
 
     def restore(self) -> None:
         """Undo what the trace did to the storage. It has its version again, too: a backward pass
