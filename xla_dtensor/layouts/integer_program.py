@@ -185,7 +185,8 @@ class AxisChoice:
     def _add(self, group: Group) -> None:
         if group in self._states:
             return
-        states: list[State] = [None, *self._axis.free_dims(group)]
+        dims = self._axis.free_dims(group)
+        states: list[State] = [None, *dims]
         if group.known is not None:
             states = [self._axis.own(group.known)]
         self._states[group] = states
@@ -193,11 +194,10 @@ class AxisChoice:
             kept = group.kept * self._axis.local_bytes(group) / group.nbytes / KEPT_PER_BYTE
             # Each value that is cut is gathered or summed apart, in a layer of its own.
             pieces = _PREFERENCE + group.kept_values * self._axis.prices.startup
-            costs = [kept, *[pieces + kept / self._axis.size] * (len(states) - 1)]
-            if group.kept:  # parts of a first dim are gathered one behind another, with no copy
-                costs = [
-                    cost + _PREFERENCE * (s or 0) for cost, s in zip(costs, states, strict=True)
-                ]
+            # Parts of a first dim are gathered one behind another, with no copy.
+            behind = _PREFERENCE if group.kept else 0.0
+            cut = pieces + kept / self._axis.size
+            costs = [kept, *(cut + behind * d for d in dims)]
             self._sum.variable(group, costs)
 
     def _ways_of(self, kind: int, node: Node, count: int) -> _Ways:

@@ -140,7 +140,8 @@ class CompiledStep(BaseStep):
         family = self._families.get_or_make(arguments.key, Family)
         if arguments.lengths:
             family.takes(arguments.lengths)
-        if self._audit:
+        is_audited = bool(self._audit) and (self._calls + 1) % self._audit == 0
+        if is_audited:
             self._look_again(family, arguments)
         busy: FirstCall | None = None
         while True:
@@ -160,6 +161,7 @@ class CompiledStep(BaseStep):
                     check_lengths(program.traced.cuts or [], arguments.padding)
                 self._last = call, program
                 self._many.in_a_row = 0
+                self._calls += not is_audited
                 run = program.launch(call)
             observer = events.observer  # not above: it writes a log, which has locks of its own
             if observer is not None:
@@ -483,10 +485,8 @@ class CompiledStep(BaseStep):
         """Every n-th call: the audit."""
         with launching():
             found, _ = family.find(arguments, to_run=False)
-        if found is None:
-            return
-        self._calls += 1
-        if self._calls % self._audit == 0:
+        if found is not None:
+            self._calls += 1  # though it raises
             call, program = found
             with FirstCall(), tracing, self._checks, in_blocks(self._in_blocks):
                 compare(self._name(), self._function, program.traced, call)

@@ -54,7 +54,7 @@ class ExternalStorage:
         """The step is about to write to it."""
         storage = self.storage
         if not self.written and storage is not None:
-            # Another thread may have written since: a launched step, which took the array over.
+            # Another thread may have written eagerly since; compiled steps wait (`first_calls`).
             self._before = storage.array, storage.form, storage.version
         self.written = True
 
