@@ -24,7 +24,7 @@ from xla_dtensor.compilation.call.inputs import (
     refuse_deleted,
 )
 from xla_dtensor.compilation.call.run import Outputs, Run
-from xla_dtensor.compilation.call.sources import ArraySource
+from xla_dtensor.compilation.call.sources import ArraySource, GradientSource
 from xla_dtensor.compilation.program.backward import BackwardPass
 from xla_dtensor.compilation.program.executable import Executable
 from xla_dtensor.compilation.program.guards import Guards
@@ -157,12 +157,14 @@ class Program:
         return {*self.inputs.storages, *map(id, given), *map(id, found)}
 
     def written(self, arguments: Arguments) -> list[Storage]:
-        """The storages that it writes to in a call, or to whose tensors' gradients."""
-        outputs = self.traced.outputs
+        """The storages that it writes to in a call, or to whose tensors' gradients, or takes from
+        these: they must be there when it is launched."""
+        outputs, all_slots = self.traced.outputs, self.traced.inputs.slots
         changed = [outside for outside, _ in (*outputs.grads, *outputs.switched)]
         changed += [outside for outside in self.traced.outside if outside.asks_grad]
+        changed += [source.leaf for source in all_slots if isinstance(source, GradientSource)]
         tensors = filter(is_ours, (outside.of(arguments) for outside in changed))
-        slots = [source for source in self.traced.inputs.slots if source.writes]
+        slots = [source for source in all_slots if source.writes]
         return [
             *(tensor._storage_ for tensor in tensors),
             *(storage for source in slots for storage in source.storages),

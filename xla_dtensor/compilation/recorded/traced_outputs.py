@@ -83,6 +83,8 @@ class TracedOutputs:
             grad = grad_of(leaf)
             if grad is outside.grad and not outside.cleared:
                 continue
+            if not outside.asks_grad and self.trace.has_others_gradient(outside):
+                continue
             template = None if grad is None else made.gradient(grad)
             self.grads.append((outside, template))
             set_grad_of(leaf, outside.grad)

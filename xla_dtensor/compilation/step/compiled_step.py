@@ -38,7 +38,12 @@ from xla_dtensor.compilation.step.step_traces import StepTraces
 from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.trace.first_calls import FirstCall
 from xla_dtensor.compilation.trace.numbers import NumberChanged
-from xla_dtensor.errors import CompiledFileError, DataDependentError, UnsupportedOpError
+from xla_dtensor.errors import (
+    CompiledFileError,
+    DataDependentError,
+    StaleStepError,
+    UnsupportedOpError,
+)
 from xla_dtensor.execution import lazy
 from xla_dtensor.forms.sharing import launching
 from xla_dtensor.layouts.report import report
@@ -483,13 +488,23 @@ class CompiledStep(BaseStep):
 
     def _look_again(self, family: Family, arguments: Arguments) -> None:
         """Every n-th call: the audit."""
-        with launching():
-            found, _ = family.find(arguments, to_run=False)
-        if found is not None:
-            self._calls += 1  # though it raises
+
+        def find() -> tuple[Arguments, Program] | None:
+            with launching():
+                return family.find(arguments, to_run=False)[0]
+
+        found = find()
+        self._calls += found is not None  # though it raises
+        while found is not None:
             call, program = found
             with FirstCall(), tracing, self._checks, in_blocks(self._in_blocks):
-                compare(self._name(), self._function, program.traced, call)
+                try:
+                    compare(self._name(), self._function, program.traced, call)
+                    return
+                except StaleStepError:
+                    found = find()  # another thread's launch may have come before the trace
+                    if found is not None and found[1] is program:
+                        raise
 
 
 def _undo(traced: Traced, error: BaseException) -> None:

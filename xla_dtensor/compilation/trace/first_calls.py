@@ -49,7 +49,7 @@ class FirstCall:
         with lock:
             if self in under_way:
                 under_way.remove(self)
-        self._let_go_on()
+        self.let_go_on()
 
     @interrupts.atomic
     def only_writes(self, storages: Iterable[Storage]) -> None:
@@ -57,9 +57,10 @@ class FirstCall:
         with lock:
             self.is_traced = False
             self.writes = {id(storage): storage for storage in storages}
-        self._let_go_on()
+        self.let_go_on()
 
-    def _let_go_on(self) -> None:
+    def let_go_on(self) -> None:
+        """Let those who wait look again."""
         waiting, self._waiting = self._waiting, []
         for turn in waiting:
             turn.release()
@@ -109,6 +110,12 @@ def claim(storages: Iterable[Storage]) -> bool:
             busy = _that_writes(wanted, traced=False)
             if busy is None:
                 return _note(wanted) or has_changed
+            # What an attempt before this one has claimed: ``busy`` may wait for that.
+            own = _of_this_thread()
+            for call in own:
+                call.writes = {}
+        for call in own:
+            call.let_go_on()
         busy.wait()
         has_changed = True
 
@@ -141,15 +148,18 @@ def _that_writes(uses: Collection[int], traced: bool | None) -> FirstCall | None
 
 def _note(storages: dict[int, Storage]) -> bool:
     """Let this thread's call have these, too; whether others have launched on them."""
-    thread = threading.get_ident()
     have_launched = False
-    for call in under_way:
-        if call.thread == thread:
-            call.writes.update(storages)
-            if not call.launched_on.isdisjoint(storages):
-                call.launched_on.clear()
-                have_launched = True
+    for call in _of_this_thread():
+        call.writes.update(storages)
+        if not call.launched_on.isdisjoint(storages):
+            call.launched_on.clear()
+            have_launched = True
     return have_launched
+
+
+def _of_this_thread() -> list[FirstCall]:
+    thread = threading.get_ident()
+    return [call for call in under_way if call.thread == thread]
 
 
 def _of_others() -> list[FirstCall]:

@@ -487,8 +487,25 @@ class StepTrace(TracingProgram):
                 continue
             # A trace sets gradients of tensors that it uses, or notes (`sets_grad`). Another leaf's
             # was set by another thread, which trains another model.
-            if id(tensor) in self.outside or not is_ours(tensor):
+            is_used = id(tensor) in self.outside or not is_ours(tensor)
+            if is_used and not self.has_others_gradient(outside):
                 set_grad_of(tensor, outside.grad)
+
+    def has_others_gradient(self, outside: ExternalTensor) -> bool:
+        """Whether another thread has set or cleared a leaf's gradient since the trace began: eager
+        code, as far as one can tell. What the step sets itself it has made, or notes."""
+        leaf = outside.get()
+        grad = grad_of(leaf)
+        if grad is outside.grad or not is_ours(leaf):
+            return False
+        if grad is None:
+            return not outside.asks_grad
+        storage = getattr(grad, "_storage_", None)
+        return (
+            storage is not None
+            and storage.version > self._begins
+            and not (self.owns(storage) or self.uses(storage))
+        )
 
 
 def _as_constant(array: Any) -> Any:
