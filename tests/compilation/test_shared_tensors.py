@@ -28,17 +28,19 @@ Pause = Callable[[str], None]
 
 
 def adding(what: str, device: str, pause: Pause) -> tuple[list[Callable[[], None]], torch.Tensor]:
-    """Two steps that add 1 and 2 to the same tensor, or to its gradient, which the second may clear
-    in place of that; and the tensor."""
-    kept = torch.zeros(8, device=device, requires_grad=what != "tensors")
+    """Two steps that add 1 and 2 to the same tensor, which may be on the CPU, or to its gradient,
+    which the second may clear in place of that; and the tensor."""
+    on, of_gradients = "cpu" if what == "on the CPU" else device, what in ("gradients", "cleared")
+    kept = torch.zeros(8, device=on, requires_grad=of_gradients)
     if what == "cleared":
         kept.sum().backward()
     other = torch.zeros(8, device=device)
 
     def add(number: int, pause: Pause) -> None:
         pause("before")
-        if what == "tensors":
-            other.add_(kept)
+        if not of_gradients:
+            if what == "tensors":
+                other.add_(kept)
             pause("between")
             kept.add_(number)
         elif what == "cleared" and number == 2:
@@ -50,7 +52,8 @@ def adding(what: str, device: str, pause: Pause) -> tuple[list[Callable[[], None
     return [lambda: add(1, pause), lambda: add(2, lambda _: None)], kept
 
 
-@pytest.mark.parametrize("what", ["tensors", "gradients", "cleared"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("what", ["tensors", "on the CPU", "gradients", "cleared"])
 @pytest.mark.parametrize("where", ["before", "between", "behind", "compiled", "guarded"])
 @pytest.mark.parametrize("steady", ["neither", "the second", "both"])
 def test_two_steps_that_write_the_same(
@@ -91,7 +94,7 @@ def test_two_steps_that_write_the_same(
             kept.sum().backward()
 
     def value(kept: torch.Tensor) -> Any:
-        found = kept if what == "tensors" else kept.grad
+        found = kept.grad if what in ("gradients", "cleared") else kept
         return None if found is None else found.tolist()
 
     errors: list[BaseException] = []

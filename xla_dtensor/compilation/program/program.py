@@ -34,6 +34,7 @@ from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.node import NodeCall, WithHistory
 from xla_dtensor.compilation.recorded.split import reordered
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import lazy
@@ -151,26 +152,33 @@ class Program:
         return {"donated": self.inputs.donated.sources, "kept": self.inputs.kept.sources}
 
     def uses(self, arguments: Arguments) -> set[int]:
-        """The ids of the storages that it uses in a call, be it their tensors' gradients alone."""
-        given = (tensor._storage_ for tensor in filter(is_ours, arguments.tensors))
+        """The memory that it uses in a call, be it of tensors whose gradients alone it uses."""
         found = (outside.storage for outside in self.traced.outside)
-        return {*self.inputs.storages, *map(id, given), *map(id, found)}
+        tensors = first_calls.memory_of((*arguments.tensors, *self.traced.host.found))
+        return {*self.inputs.storages, *tensors, *map(id, found)}
 
-    def written(self, arguments: Arguments) -> list[Storage]:
-        """The storages that it writes to in a call, or to whose tensors' gradients, or takes from
-        these: they must be there when it is launched."""
+    def written(self, arguments: Arguments) -> dict[int, Any]:
+        """The memory that it writes to in a call, or to whose tensors' gradients, or takes from
+        these: they must be there when it is launched. And what it takes from the CPU: it is read
+        when the step is traced, and must be the same still."""
         outputs, all_slots = self.traced.outputs, self.traced.inputs.slots
         changed = [outside for outside, _ in (*outputs.grads, *outputs.switched)]
         changed += [outside for outside in self.traced.outside if outside.asks_grad]
         changed += [source.leaf for source in all_slots if isinstance(source, GradientSource)]
         tensors = filter(is_ours, (outside.of(arguments) for outside in changed))
+        on_host = (*outputs.host_writes, *outputs.host_grads)
         slots = [source for source in all_slots if source.writes]
-        return [
-            *(tensor._storage_ for tensor in tensors),
+        storages = [
             *(storage for source in slots for storage in source.storages),
             *(source.storage(arguments) for source in slots if not source.is_fixed),
             *(storage for storage, _ in outputs.left),
         ]
+        return {
+            **first_calls.memory_of(tensors),
+            **first_calls.memory_of(self.traced.host.found),
+            **first_calls.memory_of(target.read(arguments) for target, _ in on_host),
+            **{id(storage): storage for storage in storages},
+        }
 
     def follows_itself(self, arguments: Arguments) -> bool:
         """Whether it may run after a call of its own, as far as that and others' changes of tensors

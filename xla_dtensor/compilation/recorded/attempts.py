@@ -18,7 +18,6 @@ from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.tensors.base import grad_of
-from xla_dtensor.tensors.of_form import is_ours
 
 
 class Attempt:
@@ -93,9 +92,8 @@ def _trace(
             about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
             start = Start(*about, knows_frame=knows_frame)
             known = start.watch  # a further attempt's walk begins with its names
-            leaves = [*filter(is_ours, start.leaves)]
-            grads = filter(is_ours, map(grad_of, filter(is_leaf, leaves)))
-            if not first_calls.claim(tensor._storage_ for tensor in (*leaves, *grads)):
+            grads = map(grad_of, filter(is_leaf, start.leaves))
+            if not first_calls.claim(first_calls.memory_of((*start.leaves, *grads))):
                 return Traced(start, positions)
 
     while True:

@@ -47,6 +47,7 @@ from xla_dtensor.compilation.recorded.host_program import (
     values_in,
     written_by,
 )
+from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_on_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
@@ -78,6 +79,7 @@ class HostOperations(TorchDispatchMode):
 
     Attributes:
         program: what has been written down.
+        found: the tensors from outside that have taken part and are no arguments.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class HostOperations(TorchDispatchMode):
         # Inputs by the id of their tensor; `_tensors` has the tensors by the id of their input.
         self._inputs: dict[int, HostInput] = {}
         self._unread: set[int] = set()
+        self.found: list[torch.Tensor] = []
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
@@ -412,6 +415,9 @@ class HostOperations(TorchDispatchMode):
                 self.asked(leaf, "the .grad", _form_of_grad, tensor)
             else:
                 found = HostInput(tensor if index is None else None, index)
+            if found.tensor is not None:
+                first_calls.claim_met({memory: tensor}, tensor.shape)
+                self.found.append(tensor)
             self._inputs[id(tensor)] = found
             self._tensors[id(found)] = tensor
             if index is None and leaf is None and tensor.dtype.is_floating_point:

@@ -266,7 +266,7 @@ class CompiledStep(BaseStep):
                 traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
             try:
                 program = self._program(traced, traced.take_call())
-                first.only_writes(())
+                first.only_writes({})
                 program.compile(None, self._options)
                 return look(program)
             finally:

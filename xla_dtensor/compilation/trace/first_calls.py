@@ -11,14 +11,33 @@ these wait before their launch for traces alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.compilation.code.identities import memory_on_host
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.sharing import lock
-from xla_dtensor.forms.storage import Storage
 from xla_dtensor.runtime import processes
+from xla_dtensor.tensors.of_form import is_ours
+
+Memory = Mapping[int, Any]
+"""Of tensors: what has it, by what tells it from others, which what has it keeps its own."""
+
+
+def memory_of(tensors: Iterable[Any]) -> dict[int, Any]:
+    """The memory of tensors, on the devices and of the CPU; what isn't a tensor has none."""
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        if is_ours(tensor):
+            found[id(tensor._storage_)] = tensor._storage_
+        elif isinstance(tensor, torch.Tensor):
+            found[memory_on_host(tensor)] = tensor
+    return found
+
 
 under_way: list[FirstCall] = []
 """Those of all threads; changed under `forms.sharing.lock`."""
@@ -29,10 +48,10 @@ class FirstCall:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Whether its Python may still run; by id what it may write, which keeps the ids its own.
+        # Whether its Python may still run; what it may write.
         self.is_traced = True
-        self.writes: dict[int, Storage] = {}
-        # The ids of what other threads' launches have used since it has begun.
+        self.writes: dict[int, Any] = {}
+        # What other threads' launches have used since it has begun.
         self.launched_on: set[int] = set()
         self._waiting: list[threading.Lock] = []
 
@@ -52,11 +71,11 @@ class FirstCall:
         self.let_go_on()
 
     @interrupts.atomic
-    def only_writes(self, storages: Iterable[Storage]) -> None:
-        """The trace is over, and its program writes to these."""
+    def only_writes(self, memory: Memory) -> None:
+        """The trace is over, and its program writes to this, or needs it as the trace found it."""
         with lock:
             self.is_traced = False
-            self.writes = {id(storage): storage for storage in storages}
+            self.writes = {**memory}
         self.let_go_on()
 
     def let_go_on(self) -> None:
@@ -86,7 +105,7 @@ def may_launch(uses: Iterable[int], but_compiled: bool = False) -> FirstCall | N
     `forms.sharing.lock`, under which this is asked, is given back.
 
     Args:
-        uses: the ids of the storages that it uses.
+        uses: the memory that it uses.
         but_compiled: it doesn't wait for programs that are being compiled.
     """
     used = set(uses)
@@ -97,19 +116,19 @@ def may_launch(uses: Iterable[int], but_compiled: bool = False) -> FirstCall | N
     return busy
 
 
-def claim(storages: Iterable[Storage]) -> bool:
-    """This thread's trace is about to begin, and may write to these: wait for programs that are
-    compiled, and write to them.
+def claim(memory: Memory) -> bool:
+    """This thread's trace is about to begin, and may write to this: wait for programs that are
+    compiled, and write to it.
 
     Returns:
-        whether a launch may have changed what was found of them.
+        whether a launch may have changed what was found of it.
     """
-    wanted, has_changed = {id(storage): storage for storage in storages}, False
+    has_changed = False
     while True:
         with lock:
-            busy = _that_writes(wanted, traced=False)
+            busy = _that_writes(memory, traced=False)
             if busy is None:
-                return _note(wanted) or has_changed
+                return _note(memory) or has_changed
             # What an attempt before this one has claimed: ``busy`` may wait for that.
             own = _of_this_thread()
             for call in own:
@@ -120,24 +139,24 @@ def claim(storages: Iterable[Storage]) -> bool:
         has_changed = True
 
 
-def claim_met(storage: Storage) -> None:
+def claim_met(memory: Memory, shape: Sequence[int]) -> None:
     """This thread's trace has come to memory that it wasn't known to reach.
 
     Raises:
         DataDependentError: the program of another thread is about to write to it.
     """
     with lock:
-        if _that_writes({id(storage)}, traced=False) is not None:
+        if _that_writes(memory, traced=False) is not None:
             raise DataDependentError(
-                f"the step uses a tensor of shape {list(storage.form.shape)} that another step, "
-                "which another thread calls for the first time, is about to write to: put a lock "
+                f"the step uses a tensor of shape {list(shape)} that another step, which "
+                " another thread calls for the first time, is about to write to: put a lock "
                 f"around both calls, or give it the tensor as an argument{user_line()}"
             )
-        _note({id(storage): storage})
+        _note(memory)
 
 
 def _that_writes(uses: Collection[int], traced: bool | None) -> FirstCall | None:
-    """The call of another thread that may write to one of these storages, if it is being traced, if
+    """The call of another thread that may write to some of this memory, if it is being traced, if
     it isn't any more, or (None) in either case."""
     for call in _of_others():
         wanted = traced is None or call.is_traced is traced
@@ -146,12 +165,12 @@ def _that_writes(uses: Collection[int], traced: bool | None) -> FirstCall | None
     return None
 
 
-def _note(storages: dict[int, Storage]) -> bool:
-    """Let this thread's call have these, too; whether others have launched on them."""
+def _note(memory: Memory) -> bool:
+    """Let this thread's call have this, too; whether others have launched on it."""
     have_launched = False
     for call in _of_this_thread():
-        call.writes.update(storages)
-        if not call.launched_on.isdisjoint(storages):
+        call.writes.update(memory)
+        if not call.launched_on.isdisjoint(memory):
             call.launched_on.clear()
             have_launched = True
     return have_launched

@@ -371,7 +371,7 @@ class StepTrace(TracingProgram):
         if storage.version > self._begins and not own and not self._was_there(storage):
             external_storages.refuse_made_meanwhile(storage)
         if fill_value is None:
-            first_calls.claim_met(storage)
+            first_calls.claim_met({id(storage): storage}, storage.form.shape)
         array = storage.array
         if id(array) in self._array_ids and not self.numbers.is_counter(array):
             # Two storages share this array; as inputs, which may be donated, they must be two.
