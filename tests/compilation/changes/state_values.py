@@ -55,6 +55,7 @@ USES: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
     "size": lambda s, x: torch.stack([x[:, i] for i in range(int(s.mask.sum()))]),
     "text": lambda s, x: x * float(f"{s.scale[0].item():.3f}"),
     "tolist": lambda s, x: x * sum(s.scale.tolist()),
+    "tolist_of_ints": lambda s, x: x * sum(s.count.tolist()),
     "numpy": lambda s, x: x * float(s.scale.cpu().numpy().mean()),
     "to_double": lambda s, x: x * s.scale.to("cpu", torch.float64).sum().item(),
     "copied": _copied_to_the_host,
