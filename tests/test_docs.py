@@ -64,7 +64,7 @@ def blocks(page: str) -> list[str]:
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
         (
             "compile.md",
-            14,
+            15,
             [
                 "the compiled step from_file is stale: the operations would be others now.",
                 "  traced:  mul(Literal(2.0)) -> float32[8,16]",

@@ -147,6 +147,16 @@ class Executor:
         """
         raise NotImplementedError
 
+    def can_fetch(self, tensor: Any) -> bool:
+        """Whether the host can have the value of an xla tensor that a step finds, or computes of
+        such alone: in each call anew, within `recording`."""
+        return False
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """A block in which the package computes on CPU tensors for the step that is traced, in
+        each call anew."""
+        return NOTHING
+
     def item(self, tensor: Any) -> Any:
         """The value of an xla tensor of one element as a number of Python's."""
         return self.on_host(tensor).item()

@@ -50,7 +50,8 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     if torch.device(device).type == "cpu" and row_comparisons.executor().stays(tensor):
         return row_comparisons.executor().on_host(tensor.to(dtype))
-    return to_cpu(tensor).to(device=device, dtype=dtype)
+    with executor.current().recording():
+        return to_cpu(tensor).to(device=device, dtype=dtype)
 
 
 @handles(
@@ -98,7 +99,8 @@ def _with_a_value(tensor: Any) -> Any:
 def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     if not is_ours(target):
-        return target.copy_(to_cpu(source))
+        with executor.current().recording():
+            return target.copy_(to_cpu(source))
     form = target._storage_.form
     if (
         type(source) not in (torch.Tensor, torch.nn.Parameter)

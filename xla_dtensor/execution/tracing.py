@@ -12,6 +12,7 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import number_value
+from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
@@ -20,7 +21,13 @@ from xla_dtensor.execution.recomputation import Recomputation
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_host
-from xla_dtensor.forms.read import base_recipe, computing_constants, constant_recipe, read
+from xla_dtensor.forms.read import (
+    base_recipe,
+    computing_constants,
+    constant_recipe,
+    read,
+    recipe_of_view,
+)
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import is_at_traced, leave_open
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
@@ -86,9 +93,11 @@ class Tracing(Running):
     def on_host(self, tensor: Any) -> Any:
         refuse_varying(tensor._form, ON_HOST)
         recipe = constant_recipe(tensor)
-        if recipe is None:
-            self.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
-        return to_host(recipe())
+        return self.traced_on_host(tensor) if recipe is None else to_host(recipe())
+
+    def traced_on_host(self, tensor: Any) -> Any:
+        """`on_host` of a tensor whose value depends on the program's inputs."""
+        self.refuse(f"the value of a tensor of shape {list(tensor.shape)} on the host")
 
     def item(self, tensor: Any) -> Any:
         if constant_recipe(tensor) is None:
@@ -134,8 +143,7 @@ class Tracing(Running):
         if constants is not None:
             first = len(plan.result_forms) - plan.result_forms.count(None)
             for position, i in enumerate(plan.mutated, first):
-                recipe = functools.partial(constants.array, position)
-                call.leaves[i]._storage_.recipe = recipe
+                self.knows(call.leaves[i]._storage_, constants, position)
         return out
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
@@ -188,10 +196,21 @@ class Tracing(Running):
         if constants is not None:
             made = (tensor for tensor in results if tensor is not None)
             for position, tensor in enumerate(made):
-                tensor._storage_.recipe = functools.partial(constants.array, position)
+                self.knows(tensor._storage_, constants, position)
         return results
 
-    def _constants(self, plan: Plan, call: Call) -> _Constants | None:
+    def recipe_of(self, storage: Storage) -> Any:
+        """What gives a storage's value outside of the trace (`Storage.recipe`), or None."""
+        return storage.recipe
+
+    def _recipe(self, tensor: Any) -> Any:
+        return recipe_of_view(self.recipe_of(tensor._storage_), tensor)
+
+    def knows(self, storage: Storage, constants: Constants, position: int) -> None:
+        """A storage has got the value that ``constants`` have at a position."""
+        storage.recipe = functools.partial(constants.array, position)
+
+    def _constants(self, plan: Plan, call: Call) -> Constants | None:
         """What the results and the writes are, if they depend on no input of the step.
 
         `nn.TransformerEncoder` looks at a mask that it has made of sizes, attention at masks of all
@@ -203,9 +222,12 @@ class Tracing(Running):
         for leaf in call.leaves:
             if is_ours(leaf):
                 reads = not plan.run.reads_nothing  # of what `torch.ones_like` is given, the shape
-                recipe = constant_recipe(leaf) if reads else functools.partial(_same, None)
+                recipe = self._recipe(leaf) if reads else functools.partial(_same, None)
             elif isinstance(leaf, torch.Tensor):
                 recipe = self.host_constant(leaf)
+            elif is_number(leaf):
+                # The node, since the step's Python must have dropped the number itself at its end.
+                recipe = functools.partial(functools.cache(functools.partial(_kept, leaf.node)))
             elif type(leaf) in _NUMBERS:  # a subclass's is an input of the program
                 recipe = functools.partial(_same, leaf)
             else:
@@ -218,14 +240,14 @@ class Tracing(Running):
         if len({id(tensor._storage_) for tensor in written_to}) < len(written_to):
             return None
         for written in written_to:
-            recipe = written._storage_.recipe
+            recipe = self.recipe_of(written._storage_)
             if recipe is None or is_at_traced(written._steps):
                 return None
             bases.append((recipe, leave_open(written._steps)[1]))
         forms = (form for form in (*plan.result_forms, *plan.base_forms) if form is not None)
         if any(form.varying or form.unreduced for form in forms):
             return None
-        return _Constants(plan, recipes, bases)
+        return Constants(plan, recipes, bases)
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -295,13 +317,23 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _Constants:
+def _kept(node: Any) -> Any:
+    """The value of a number that is an input, with which the program then is for that value."""
+    node.guard(node, "==", node.value)
+    return node.value
+
+
+class Constants:
     """The results of an operation on constants of the step, and what it writes: computed outside of
     the trace, when one is asked for, and once, as a mask is asked for by each layer.
 
     Args:
         recipes: of each leaf.
         bases: of each write the recipe of what is there, and the positions of the view's steps.
+
+    Attributes:
+        state: of what the step finds on the devices the values that are among the operands
+            (`compilation.trace.state_values`): with others the results are computed anew.
     """
 
     def __init__(
@@ -309,28 +341,49 @@ class _Constants:
     ) -> None:
         self._plan, self._recipes, self._bases = plan, recipes, bases
         self._arrays: Any = None
+        self._versions: list[int] = []
+        given = (*recipes, *(recipe for recipe, _ in bases))
+        self.state = tuple(dict.fromkeys(value for r in given for value in state_of(r)))
 
     def array(self, position: int) -> Any:
         # Those that this is made of come first, and not each in a call of the next one's: a loop
         # that fills a table has thousands.
         waiting = [self]
         while waiting:
-            first = [one for one in waiting[-1]._made_of() if one._arrays is None]
+            first = [one for one in waiting[-1]._made_of() if not one._is_computed()]
             if first:
                 waiting += first
             else:
                 waiting.pop()._compute()
         return self._arrays[position]
 
-    def _made_of(self) -> list[_Constants]:
-        recipes = map(base_recipe, (*self._recipes, *(recipe for recipe, _ in self._bases)))
-        owners = (getattr(recipe.func, "__self__", None) for recipe in recipes)
-        return [owner for owner in owners if isinstance(owner, _Constants)]
+    def _made_of(self) -> list[Constants]:
+        recipes = (*self._recipes, *(recipe for recipe, _ in self._bases))
+        return [owner for owner in map(_owner, recipes) if isinstance(owner, Constants)]
+
+    def _is_computed(self) -> bool:
+        return self._arrays is not None and self._versions == versions_of(self.state)
 
     def _compute(self) -> None:
-        if self._arrays is not None:
+        if self._is_computed():
             return
+        self._versions = versions_of(self.state)
         with computing_constants():
             bases = [(recipe(), positions) for recipe, positions in self._bases]
             self._arrays = self._plan.run.of_values([r() for r in self._recipes], bases)
-        self._recipes, self._bases = [], []  # with the constants that these are made of
+        if not self.state:
+            self._recipes, self._bases = [], []  # with the constants that these are made of
+
+
+def state_of(recipe: Any) -> tuple[Any, ...]:
+    """The values of what the step finds on the devices that a recipe computes with."""
+    found: tuple[Any, ...] = getattr(_owner(recipe), "state", ())
+    return found
+
+
+def versions_of(state: Iterable[Any]) -> list[int]:
+    return [value.version() for value in state]
+
+
+def _owner(recipe: Any) -> Any:
+    return getattr(base_recipe(recipe).func, "__self__", None)

@@ -80,7 +80,12 @@ def logical_value(tensor: Any) -> Any:
 def constant_recipe(tensor: Any) -> Any:
     """A function that gives the tensor's logical value, as an array of this machine's CPU, outside
     of the trace; None if it depends on what the step is given."""
-    recipe, steps = tensor._storage_.recipe, tensor._steps
+    return recipe_of_view(tensor._storage_.recipe, tensor)
+
+
+def recipe_of_view(recipe: Any, tensor: Any) -> Any:
+    """What gives a tensor's logical value, where ``recipe`` gives its storage's (None: neither)."""
+    steps = tensor._steps
     if recipe is None or not steps:
         return recipe
     if is_at_traced(steps) or tensor._form.varying or tensor._form.unreduced:

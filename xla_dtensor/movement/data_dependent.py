@@ -41,7 +41,8 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     replicated."""
     tensors = _tensors((args, kwargs))
     ours = list(filter(is_ours, tensors))
-    if any(_recipe(t) is None for t in tensors):  # eagerly all, and nothing is refused
+    constant = all(map(_is_constant, tensors))  # eagerly none is, and nothing is refused
+    if not constant and not all(map(executor.current().can_fetch, ours)):
         name = info_of(func).name
         instead = _INSTEAD.get(name.partition(".")[0])
         hint = "" if instead is None else f" ({instead})"
@@ -49,11 +50,14 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         executor.current().refuse(f"{name}, whose {what} depends on values{hint},")
     for tensor in ours:
         refuse_varying(tensor._form, f"the shape of {info_of(func).name}'s result")
-    out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
+    recording = executor.NOTHING if constant else executor.current().recording()
+    with recording:
+        out = func(*_map(args, _to_host_argument), **_map(kwargs, _to_host_argument))
     mesh = next((t._form.mesh for t in ours if t._form.mesh is not None), None)
 
     def back(tensor: torch.Tensor) -> torch.Tensor:
-        executor.current().made_of_constants(tensor)
+        if constant:
+            executor.current().made_of_constants(tensor)
         if mesh is None:
             return tensor.to("xla")
         return lay_out(tensor, mesh, replicated(mesh))
@@ -61,11 +65,11 @@ def by_cpu_torch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _map(out, lambda x: back(x) if isinstance(x, torch.Tensor) else x)
 
 
-def _recipe(tensor: torch.Tensor) -> Any:
-    """What gives a tensor that is the same in each call of what is traced."""
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the same in each call of what is traced."""
     if is_ours(tensor):
-        return constant_recipe(tensor)
-    return executor.current().host_constant(tensor)
+        return constant_recipe(tensor) is not None
+    return executor.current().host_constant(tensor) is not None
 
 
 _ON_HOST_OUT = {
@@ -178,19 +182,23 @@ def _index_put_by_mask_(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _at_known_masks(x: Any, indices: Sequence[Any]) -> list[Any] | None:
-    """In a step whose inputs decide nothing about the masks among the indices: with the positions
-    of the entries that are set in the place of each mask; else None."""
+    """In a step where the host can have the masks among the indices: with the positions of the
+    entries that are set in the place of each mask; else None."""
     masks = list(filter(_is_mask, indices))
     # Of a mask of no dims (`index_put` itself is given one) there are no positions.
     if executor.current().has_values or not all(m.ndim and is_ours(m) for m in masks):
         return None
-    if not all(map(constant_recipe, masks)):
+    constant = all(map(constant_recipe, masks))
+    if not constant and not all(map(executor.current().can_fetch, masks)):
         return None
     check_masks(x, indices)
     found: list[Any] = []
     for index in indices:
         if _is_mask(index):
-            positions = executor.current().made_of_constants(to_cpu(index).nonzero())
+            with executor.NOTHING if constant else executor.current().recording():
+                positions = to_cpu(index).nonzero()
+            if constant:
+                executor.current().made_of_constants(positions)
             found += positions.to(x.device).unbind(1)
         else:
             found.append(index)

@@ -28,7 +28,10 @@ def stays(tensor: Any) -> bool:
         return False
     if form.meta or form.has_own_value:
         return False
-    return bool(form.varying) if executor.current().has_values else constant_recipe(tensor) is None
+    now = executor.current()
+    if now.has_values:
+        return bool(form.varying)
+    return constant_recipe(tensor) is None and not now.can_fetch(tensor)
 
 
 class CountsOnHost(torch.Tensor):

@@ -22,12 +22,15 @@ class FileStream(io.RawIOBase):
     Attributes:
         position: how many bytes have been written.
         checksum: their CRC-32.
+        failed: why a write has failed, or None. ``torch.save`` goes on to close its archive then,
+            and raises what is wrong with that.
     """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._begun = 0
         self.position, self.checksum = 0, 0
+        self.failed: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -37,7 +40,11 @@ class FileStream(io.RawIOBase):
         count = len(left)
         self.checksum = zlib.crc32(left, self.checksum)
         while len(left):
-            written = self._raw.write(left)
+            try:
+                written = self._raw.write(left)
+            except OSError as error:
+                self.failed = error
+                raise
             self.position, left = self.position + written, left[written:]
             if self.position - self._begun >= _BEHIND:
                 self._begin()

@@ -124,7 +124,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        path = Path(path)
+        path, stream = Path(path), None
         try:
             with path.open(mode, buffering=0) as raw:
                 if "w" not in mode:
@@ -134,5 +134,8 @@ class _Files(FileSystem):
                 yield stream
                 stream.sync()
                 self._files[path.name] = stream.position, stream.checksum
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+        except (OSError, RuntimeError) as error:
+            cause = error if stream is None or stream.failed is None else stream.failed
+            if not isinstance(cause, OSError):
+                raise
+            raise CheckpointError(f"{path}: {cause.strerror}") from cause

@@ -34,6 +34,7 @@ class Mismatch:
         paths: the names in messages of everything of Python's that has changed.
         path: the first of them, or the cache that has forgotten something.
         numbers: the names of the numbers among them.
+        items: the items that have changed, and can be inputs (`Looked.item`).
     """
 
     why: str
@@ -41,6 +42,7 @@ class Mismatch:
     path: str | None = None
     paths: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
+    items: frozenset[str] = frozenset()
 
 
 class Guards:
@@ -190,9 +192,10 @@ class Guards:
             # A decision is a function of the numbers alone; two that are equal (0.0 and -0.0) may
             # decide otherwise, but not two that are written alike.
             self._decided_by = repr(numbers)
-        for look, was, text in self._looked_at:
-            if look(arguments, prepared.host) != was:
-                return Mismatch(f"{text}, which is part of the program")
+        for looked in self._looked_at:
+            if looked.read(arguments, prepared.host) != looked.was:
+                items = () if looked.item is None else (looked.item(),)
+                return Mismatch(looked.difference(), items=frozenset(items))
         return None
 
 

@@ -14,6 +14,7 @@ from xla_dtensor.compilation.code.installed import CodeRecorder, functions_of
 from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.trace import first_calls
+from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
@@ -38,6 +39,7 @@ def trace(
     carried: frozenset[str],
     positions: bool = True,
     known: Watch | None = None,
+    items: frozenset[str] | None = frozenset(),
 ) -> tuple[Traced, Exception | None]:
     """A trace of a step in which the numbers ``dynamic`` are inputs, or constants if the step's
     Python can't do with that; then also why.
@@ -46,6 +48,7 @@ def trace(
         known: what is known of what it can read.
         positions: whether what they index by may be an input, too. Where the step can't do with
             that alone (it returns ``x[n]``, which is a view), it is part of the program.
+        items: the items of tensors that are inputs, beside floats; None: none is.
     """
     at = Positions() if positions else None
     ways: list[tuple[frozenset[int], Positions | None]] = [(dynamic, at)]
@@ -61,7 +64,7 @@ def trace(
     while True:
         numbers, used = ways.pop(0)
         try:
-            traced = _trace(function, arguments, numbers, carried, used, known)
+            traced = _trace(function, arguments, numbers, carried, used, known, items)
             return traced, None if numbers == dynamic else failed
         except Exception as error:
             if used is not None and not used.used:
@@ -78,11 +81,12 @@ def _trace(
     carried: frozenset[str],
     positions: Positions | None = None,
     known: Watch | None = None,
+    items: frozenset[str] | None = frozenset(),
 ) -> Traced:
     """A trace of a step that knew what it may change: if it comes to code of installed packages, or
     to code that torch calls, for the first time, it may not be the first one. One more may be
-    needed for `host_random`, one where the step's Python can't do with hyperparameters that are
-    inputs, and one where it doesn't compute on the mesh of what it could reach."""
+    needed for `host_random`, one where the step's Python can't do with hyperparameters or items
+    that are inputs, and one where it doesn't compute on the mesh of what it could reach."""
     fixed, knows_frame = False, True
     unmet: list[FunctionType] = []
 
@@ -90,7 +94,7 @@ def _trace(
         nonlocal known
         while True:
             about = (function, arguments, dynamic, carried, recorder, fixed, unmet, known)
-            start = Start(*about, knows_frame=knows_frame)
+            start = Start(*about, knows_frame=knows_frame, items=items)
             known = start.watch  # a further attempt's walk begins with its names
             grads = map(grad_of, filter(is_leaf, start.leaves))
             if not first_calls.claim(first_calls.memory_of((*start.leaves, *grads))):
@@ -113,6 +117,12 @@ def _trace(
                 raise
             if knows_frame and isinstance(error, MeshMismatchError):
                 knows_frame = False
+                continue
+            if items:  # torch's C++ may want the number itself
+                items = frozenset()
+                continue
+            if isinstance(error, NumberLeft) and not dynamic and items is not None:
+                items = None
                 continue
             if not recorder.grown:
                 if fixed or not recorder.feeds or isinstance(error, DataDependentError):

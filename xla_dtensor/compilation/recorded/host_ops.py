@@ -12,7 +12,8 @@ tensors around the memory of others (``nn.Parameter(t)``, ``.data =``) without a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -22,11 +23,13 @@ from xla_dtensor.base.numbers.number_functions import plain_number
 from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.ours import OurTensor
-from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.source_line import expression_here, user_line
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
+    count_of_dispatch_modes,
     disable_current_modes,
     disable_function_of_subclasses,
+    dispatch_mode_at,
     pytree,
     unseen,
 )
@@ -34,6 +37,7 @@ from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.identities import memory_on_host
 from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
 from xla_dtensor.compilation.recorded.host_program import (
+    Fetched,
     Gradient,
     HostInput,
     HostProgram,
@@ -47,6 +51,7 @@ from xla_dtensor.compilation.recorded.host_program import (
     values_in,
     written_by,
 )
+from xla_dtensor.compilation.recorded.looked_at import Looked
 from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_on_host
 from xla_dtensor.compilation.trace.step_trace import StepTrace
@@ -75,7 +80,8 @@ class HostOperations(TorchDispatchMode):
 
     Args:
         originals: the arguments, with the history that they don't have in the trace.
-        asks_types: whether the step's code may find that an input isn't a ``float``.
+        items: the items that are inputs beside those that are floats (`Looked.item`), because they
+            have changed between calls; None if no item can be one.
 
     Attributes:
         program: what has been written down.
@@ -87,11 +93,11 @@ class HostOperations(TorchDispatchMode):
         trace: StepTrace,
         arguments: Arguments,
         originals: Arguments,
-        asks_types: bool = False,
+        items: frozenset[str] | None,
     ) -> None:
         super().__init__()
         self._trace = trace
-        self._asks_types = asks_types
+        self._input_items = items
         self.program = HostProgram()
         self._arguments = {id(t): i for i, t in enumerate(arguments.tensors)}
         self._originals = originals.tensors
@@ -104,12 +110,12 @@ class HostOperations(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
         # The memory of arguments and of what the step made.
         self._memories = Memories()
-        # Values that the step's Python has looked at: (how to compute one, what it was, text).
-        self.looked_at: list[tuple[Callable[[Arguments, list[Any]], Any], Any, str]] = []
+        self.looked_at: list[Looked] = []
         self._asked: set[tuple[int, str]] = set()
         # How often the step's Python has got the item of one, and how often one was written to
         # without torch's counting it.
         self.items = self.uncounted = 0
+        self.records = 0  # blocks of `recording` that it is in
         self.stand_ins = trace.stand_ins
         self._functions = HostReads(self)
         # Tensors from outside that the step writes: (the tensor, its value before), by memory.
@@ -504,6 +510,43 @@ class HostOperations(TorchDispatchMode):
 
         return pytree.tree_map(symbol, value)
 
+    # --- values of tensors on the devices -----------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A block of the package's own operations on CPU tensors: torch has taken this mode away
+        where an operation on an xla tensor is handled."""
+        again = None if self._is_on() else super().__enter__()
+        self.records += 1
+        try:
+            yield
+        finally:
+            self.records -= 1
+            if again is self:
+                super().__exit__(None, None, None)
+
+    def _is_on(self) -> bool:
+        return any(dispatch_mode_at(i) is self for i in range(count_of_dispatch_modes()))
+
+    def fetched(self, recipe: Callable[[], Any], state: Iterable[Any]) -> torch.Tensor:
+        """A CPU tensor with a value that the step finds on the devices (`Fetched`): a copy, as the
+        step may write to it."""
+        with unseen(), disable_current_modes():
+            tensor = self._fetch(recipe, state)
+            return self._computed(_ATEN.clone.default, (tensor,), {}, [tensor])
+
+    def fetched_item(self, recipe: Callable[[], Any], state: Iterable[Any]) -> Any:
+        """The item of such a value."""
+        with unseen(), disable_current_modes():
+            return self._item(self._fetch(recipe, state))
+
+    def _fetch(self, recipe: Callable[[], Any], state: Iterable[Any]) -> torch.Tensor:
+        source = Fetched(recipe, state)
+        tensor = source.now()
+        self._inputs[id(tensor)] = source
+        self._tensors[id(source)] = tensor
+        return tensor
+
     # --- values in Python ---------------------------------------------------------------------
 
     def _item(self, tensor: torch.Tensor) -> Any:
@@ -512,33 +555,39 @@ class HostOperations(TorchDispatchMode):
         self.items += 1
         with disable_current_modes():
             value = tensor.item()
-        source = self.use(tensor)
+        source, items = self.use(tensor), self._input_items
         if source is None:
             return value
-        if isinstance(source, HostInput) and isinstance(value, float) and not self._asks_types:
-            return self._trace.numbers.as_input(
-                lambda arguments: source.read(arguments).item(),
-                value,
-                f"the item of a CPU tensor {list(tensor.shape)}",
-            )
-        self._looked(source, tensor, f"the item of a CPU tensor {list(tensor.shape)}")
+        where = expression_here()
+        if isinstance(source, HostInput) and items is not None:
+            is_input = isinstance(value, float)
+            if items and type(value) is int:  # few steps have such, and `where` takes its time
+                is_input = where() in items
+            if is_input:
+                read = lambda arguments: source.read(arguments).item()
+                name = f"the item of {source.kind} {list(tensor.shape)}"
+                return self._trace.numbers.as_input(read, value, name)
+        self._looked(source, tensor, "the item", where if type(value) is int else None)
         return value
 
-    def _looked(self, source: Any, tensor: torch.Tensor, text: str) -> None:
+    def _looked(
+        self, source: Any, tensor: torch.Tensor, text: str, item: Callable[[], str] | None = None
+    ) -> None:
         compute = self.reader(source)
+        text = f"{text} of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
 
         def read(arguments: Arguments, results: list[Any]) -> Any:
             return as_plain(compute(arguments, results))
 
         with disable_current_modes():
-            self.looked_at.append((read, as_plain(tensor), text))
+            self.looked_at.append(Looked(read, as_plain(tensor), text, expression_here(), item))
 
     def look(self, tensor: torch.Tensor, text: str) -> None:
         """The step's Python is given a CPU tensor's values: they become part of the program."""
         with unseen():
             source = self.use(tensor)
             if source is not None:
-                self._looked(source, tensor, f"{text} of a CPU tensor {list(tensor.shape)}")
+                self._looked(source, tensor, text)
 
     def asked(self, tensor: torch.Tensor, text: str, ask: Callable[[Any], Any], *now: Any) -> Any:
         """The step's Python, or C++, asks something of a CPU tensor that isn't its value, and that
@@ -557,7 +606,7 @@ class HostOperations(TorchDispatchMode):
             value = ask(original, *now)
             name = f"{text} of a CPU tensor {list(tensor.shape)}"
             read = lambda arguments, results: ask(source.read(arguments))
-            self.looked_at.append((read, value, name))
+            self.looked_at.append(Looked(read, value, name, expression_here()))
             return original
 
     def asks_grad(self, leaf: torch.Tensor) -> None:

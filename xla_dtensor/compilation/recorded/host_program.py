@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.torch_private import disable_current_modes, pytree, unseen
 from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.forms.host_values import to_numpy
+from xla_dtensor.compilation.trace.state_values import StateValue
+from xla_dtensor.execution.tracing import versions_of
+from xla_dtensor.forms.host_values import to_host, to_numpy
 from xla_dtensor.tensors.base import grad_of
 
 # Overloads that write to arguments undeclared: their positions, and that of the flag that asks.
@@ -33,11 +35,14 @@ class HostInput:
     """A tensor from outside of the step: an argument, or one that it found.
 
     Attributes:
+        kind: what it is, in messages.
         written: whether the step writes to its memory. The program then computes with a copy, that
             each call writes back when it has run.
     """
 
     __slots__ = ("index", "tensor", "written")
+
+    kind = "a CPU tensor"
 
     def __init__(self, tensor: torch.Tensor | None, index: int | None) -> None:
         self.tensor, self.index, self.written = tensor, index, False
@@ -63,6 +68,34 @@ class Gradient(HostInput):
         if grad is None:
             raise HostChanged("the .grad of a CPU tensor: from a tensor to None")
         return grad
+
+
+class Fetched(HostInput):
+    """The value on the host of what the step finds on the devices, or computes of that alone.
+
+    Args:
+        recipe: gives it, as an array.
+        state: the values that it depends on.
+    """
+
+    __slots__ = ("_recipe", "_state", "_versions")
+
+    kind = "a tensor on the devices"
+
+    def __init__(self, recipe: Callable[[], Any], state: Iterable[StateValue]) -> None:
+        super().__init__(None, None)
+        self._recipe, self._state = recipe, tuple(state)
+        self._versions: list[int] = []
+
+    def now(self) -> torch.Tensor:
+        """The value: another tensor, if somebody has written to the state since."""
+        versions = versions_of(self._state)
+        if self.tensor is None or versions != self._versions:
+            self.tensor, self._versions = to_host(self._recipe()), versions
+        return self.tensor
+
+    def read(self, arguments: Arguments) -> torch.Tensor:
+        return self.now()
 
 
 class Value:

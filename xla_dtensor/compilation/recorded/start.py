@@ -38,6 +38,7 @@ class Start:
         unmet: functions that another trace has run, and that nothing leads to.
         known: what could be read by all code that another trace has run.
         knows_frame: whether the program runs where what it can reach lies.
+        items: the items of tensors that are inputs, beside floats; None if there can't be any.
 
     Attributes:
         function, recorder, fixed: as given.
@@ -47,6 +48,7 @@ class Start:
         watch: what the Python can read.
         carried: the places whose values are taken like arguments.
         dynamic: the numbers that are inputs, those of such places, too.
+        items: as given; None if the code asks for types, too.
         call: the caller's arguments, with what is carried.
         arguments: those that the Python is given: without what they were computed from.
         cut: the tensors among them that have a history for the caller.
@@ -72,6 +74,7 @@ class Start:
         unmet: Sequence[FunctionType],
         known: Watch | None = None,
         knows_frame: bool = True,
+        items: frozenset[str] | None = frozenset(),
     ) -> None:
         if torch_private.parametrizations_are_cached():
             raise DataDependentError(
@@ -106,6 +109,7 @@ class Start:
         self.dynamic = dynamic | now.carried_numbers()
         if self.dynamic and names.asks_types:
             raise NumberLeft("the step asks for the type() of numbers")
+        self.items = None if names.asks_types else items
         self.watch.remember_caches()
         self.surroundings = PlacesBefore(self.watch, now)
         self.ids = AskedIds(now, names.calls("id"))

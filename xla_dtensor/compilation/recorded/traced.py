@@ -25,7 +25,7 @@ from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.recorded.start import Start
 from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
-from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
+from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs, storages_found
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
 from xla_dtensor.compilation.trace.checkpoint_saving import unseen_by_checkpoint
 from xla_dtensor.compilation.trace.norms import cumulative_norms
@@ -40,6 +40,7 @@ from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
+from xla_dtensor.tensors.of_form import is_ours
 
 
 class Traced:
@@ -60,6 +61,7 @@ class Traced:
         carried: the places that its values are taken from like arguments.
         names_of_carried: their names in messages.
         dynamic: the numbers that are inputs.
+        items: the items of tensors that are inputs beside floats; None if none can be.
         cuts: of a step whose arguments are padded, what of its results is cut back.
         fixed: whether its Python found optimizers' hyperparameters as they were.
         frame: the devices that the program runs on.
@@ -77,6 +79,7 @@ class Traced:
     def __init__(self, start: Start, positions: Positions | None) -> None:
         self.names_of_carried, self.fixed = start.names_of_carried, start.fixed
         self.dynamic, self.carried = start.dynamic, start.carried
+        self.items = start.items
         self.kept: frozenset[str] = frozenset()
         self._roots, self._executed, self._call = start.roots, start.executed, start.call
         self._begin(start, positions)
@@ -103,6 +106,8 @@ class Traced:
         reached, names = watch.reached, watch.names
         self.trace = trace = StepTrace(start.leaves)
         trace.positions = positions
+        given = {id(t._storage_) for t in filter(is_ours, arguments.tensors)}
+        trace.not_fetched |= given - storages_found(watch)
         self.schedulers = DeferredSchedulers()
         start.recorder.feeds = watch.feeds_users
         self.hooks = OptimizerHooks(
@@ -114,7 +119,7 @@ class Traced:
             names.feeds_groups,
             start.surroundings.planted,
         )
-        self.host = trace.host = HostOperations(trace, arguments, start.call, names.asks_types)
+        self.host = trace.host = HostOperations(trace, arguments, start.call, start.items)
 
     def _run(self, start: Start) -> Any:
         """Run the step's Python on tracers: its jaxpr, with the arrays that it has closed over."""

@@ -75,7 +75,7 @@ class TracedInputs:
         for i, tensor in enumerate(arguments.tensors):
             if is_ours(tensor):
                 of_arguments.setdefault(id(tensor._storage_), i)
-        found = _storages_found(watch)
+        found = storages_found(watch)
         self.free_arguments = tuple(
             i for storage, i in of_arguments.items() if storage not in found
         )
@@ -99,7 +99,7 @@ class TracedInputs:
         """The arrays of storages from outside, with their sources."""
         trace, written = outputs.trace, outputs.written
         of_arguments = {id(arguments.tensors[i]._storage_): i for i in self.free_arguments}
-        found = _storages_found(watch)
+        found = storages_found(watch)
         grads = {
             id(outside.grad._storage_): outside
             for outside in trace.outside.values()
@@ -158,7 +158,7 @@ class TracedInputs:
                 yield by_storage.get(id(memory)), outside
 
 
-def _storages_found(watch: Watch) -> set[int]:
+def storages_found(watch: Watch) -> set[int]:
     """The ids of the storages that the step finds elsewhere than among its arguments."""
     return {id(t._storage_) for t, _ in watch.reached.tensors.values() if is_ours(t)}
 

@@ -27,7 +27,8 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
     """
     positions = traced.trace.positions is not None
     try:
-        again, _ = trace(function, arguments, traced.dynamic, traced.names_of_carried, positions)
+        inputs = traced.dynamic, traced.names_of_carried, positions
+        again, _ = trace(function, arguments, *inputs, items=traced.items)
     except ReadsMore as more:
         raise StaleStepError(
             f"the compiled step {name} is stale: its Python reads attributes of its arguments that "

@@ -54,6 +54,8 @@ class StepTraces:
         self._counted: frozenset[str] = frozenset()
         # What of it can't be taken from there, and why.
         self._not_carried: dict[str, Exception] = {}
+        # The items of tensors that are inputs, as they have changed (`Mismatch.items`).
+        self._items: frozenset[str] | None = frozenset()
         # What a trace has left as it was, although it had changed before.
         self._left_alone: set[str] = set()
 
@@ -62,6 +64,7 @@ class StepTraces:
         other = StepTraces(self._function, self._buckets)
         other.reads, other._carried, other._counted = self.reads, self._carried, self._counted
         other._not_carried, other._left_alone = dict(self._not_carried), set(self._left_alone)
+        other._items = self._items
         return other
 
     def read(self, names: frozenset[str] | None, watch: Watch | None = None) -> None:
@@ -97,6 +100,7 @@ class StepTraces:
         if found is not None:
             traced = found[-1].traced
             family.dynamic, self._carried = traced.dynamic, traced.names_of_carried
+            self._items = traced.items
             family.positions = traced.trace.positions is not None
             return self._once(arguments, family)
         if missed is not None:
@@ -118,6 +122,7 @@ class StepTraces:
         """Numbers outside of the step that have changed since a program was made are inputs."""
         changed = missed.numbers - self._not_carried.keys()
         self._carried, self._counted = self._carried | changed, self._counted | changed
+        self._items = (self._items or frozenset()) | missed.items
 
     def _with_cuts(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
         """A trace, and of a step whose arguments are padded, what of its results is cut back."""
@@ -213,7 +218,8 @@ class StepTraces:
     def _once(self, arguments: Arguments, family: Family) -> Traced:
         known, self._known = self._known, None
         traced, error = trace(
-            self._function, arguments, family.dynamic, self._carried, family.positions, known
+            *(self._function, arguments, family.dynamic, self._carried, family.positions, known),
+            self._items,
         )
         family.positions = traced.trace.positions is not None
         if error is not None:

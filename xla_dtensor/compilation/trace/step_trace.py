@@ -36,9 +36,10 @@ from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
 from xla_dtensor.compilation.trace.module_scopes import ModuleScopes
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
+from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.execution.tracing import TracingProgram
+from xla_dtensor.execution.tracing import Constants, TracingProgram, state_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -105,6 +106,15 @@ class StepTrace(TracingProgram):
         # Arrays that rest in the host's memory, and what has been fetched of them, by id.
         self._in_devices: dict[int, tuple[Any, Any]] = {}
         self.host: Any = None
+        # The storages, by id, whose values the host isn't given before the step: arguments' and
+        # gradients', which are others in later calls, and those of parameters, which training
+        # changes: what is computed of them would be computed on the host, too, in each call.
+        self.not_fetched: set[int] = set()
+        for tensor, outside in self.before.values():
+            self._keep_on_devices(tensor, outside)
+        # What gives the value of what the step has computed of state alone, by the version.
+        self._recipes: dict[int, Any] = {}
+        self._state: list[StateValue] = []
 
     @property
     def routes(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -193,11 +203,17 @@ class StepTrace(TracingProgram):
                 met = self._met(tensor)
             if met is None:
                 return
+            self._keep_on_devices(tensor, met)
             if self.optimizer_depth:
                 met.only_optimizer = True
             self.outside[id(tensor)] = known = met
         if tensor.requires_grad != known.requires_grad:
             known.switched = True
+
+    def _keep_on_devices(self, tensor: Any, outside: ExternalTensor) -> None:
+        for each in (tensor if outside.requires_grad else None, outside.grad):
+            if is_ours(each):
+                self.not_fetched.add(id(each._storage_))
 
     def _met(self, tensor: Any) -> ExternalTensor | None:
         """A tensor that wasn't used before; None if it is one that the step made."""
@@ -309,7 +325,10 @@ class StepTrace(TracingProgram):
         operations as the learning rate does."""
         floating = tensor.dtype.is_floating_point and not tensor._form.varying
         if not thread_state.is_in_formula() or not floating:
-            self.refuse(executor.ITEM)
+            recipe = self._recipe(tensor)
+            if recipe is None:
+                self.refuse(executor.ITEM)
+            return self.host.fetched_item(recipe, self._asked_of(tensor, recipe))
         array = logical_value(tensor).reshape(())
         known = self._items.get(id(array))
         if known is None:
@@ -321,6 +340,47 @@ class StepTrace(TracingProgram):
             # With the array, so that its id stays its own.
             known = self._items[id(array)] = array, number
         return known[1]
+
+    def can_fetch(self, tensor: Any) -> bool:
+        return self._recipe(tensor) is not None
+
+    def recording(self) -> Any:
+        return self.host.recording()
+
+    def traced_on_host(self, tensor: Any) -> Any:
+        recipe = self._recipe(tensor)
+        if recipe is None or not self.host.records:
+            return super().traced_on_host(tensor)
+        return self.host.fetched(recipe, self._asked_of(tensor, recipe))
+
+    def _asked_of(self, tensor: Any, recipe: Any) -> tuple[StateValue, ...]:
+        """The state that a value depends on which the host is given: the step uses it."""
+        state: tuple[StateValue, ...] = state_of(recipe)
+        for value in state:
+            self._use(value.storage)
+        self.touched(tensor)
+        return state
+
+    def recipe_of(self, storage: Storage) -> Any:
+        recipe = super().recipe_of(storage) or self._recipes.get(storage.version)
+        if recipe is not None or self.owns(storage) or id(storage) in self.not_fetched:
+            return recipe
+        if storage.is_given_back or self.numbers.is_counter(storage.array):
+            return None
+        captured = self._captured_by_id.get(id(storage))
+        if captured is None or captured.storage is not storage:
+            captured = ExternalStorage(storage)
+        recipe = recipe_of_state(captured, storage)
+        if recipe is not None:
+            self._recipes[storage.version] = recipe
+            self._state += state_of(recipe)
+        return recipe
+
+    def knows(self, storage: Storage, constants: Constants, position: int) -> None:
+        if constants.state:
+            self._recipes[storage.version] = functools.partial(constants.array, position)
+        else:
+            super().knows(storage, constants, position)
 
     def refuse(self, what: str) -> NoReturn:
         way = (
@@ -435,7 +495,8 @@ class StepTrace(TracingProgram):
         """Keep alive nothing of what the trace has used: a program says itself what it needs."""
         for kept in (
             *(self.before, self._captured_by_id, self.host_arrays, self.scalars),
-            *(self._items, self._marked, self._owned, self._in_devices),
+            *(self._items, self._marked, self._owned, self._in_devices, self._recipes),
+            self._state,
         ):
             kept.clear()
         self.numbers.forget()
@@ -469,6 +530,8 @@ class StepTrace(TracingProgram):
 
     def undo(self) -> None:
         """Give every storage, gradient and the generator its value from before the trace."""
+        for value in self._state:
+            value.captured = None
         for captured in self.captured:
             captured.restore()
         for storage, before, taken in self._taken_along:

@@ -1,0 +1,87 @@
+"""What the host isn't given of a tensor's value in a compiled step, and items where they can't be
+inputs. `changes/state_values.py` has what it is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+
+State = SimpleNamespace
+
+
+def _written_with_an_argument(state: State, x: torch.Tensor) -> torch.Tensor:
+    state.buffer.mul_(x.sum())
+    return x if state.buffer[0] > 0 else -x
+
+
+def _of_a_parameter_as_it_is_trained(state: State, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x * state.weight.detach().sum().item()
+
+
+REFUSED: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
+    "argument": lambda state, x: x if x[0, 0] > 0 else -x,
+    "of_an_argument": lambda state, x: x * (x + state.buffer).sum().item(),
+    "parameter": lambda state, x: x * state.weight.sum().item(),
+    "parameter_detached": _of_a_parameter_as_it_is_trained,
+    "gradient": lambda state, x: x * float(state.weight.grad.sum()),
+    "written": _written_with_an_argument,
+    "random": lambda state, x: x if torch.rand((), device=x.device) + state.buffer[0] > 1 else -x,
+    "nonzero": lambda state, x: x[(x.sum(0) > state.buffer).nonzero().flatten()],
+}
+
+
+@pytest.mark.parametrize("step", REFUSED.values(), ids=REFUSED)
+def test_what_changes_in_each_call_is_refused(step: Callable, mesh_2x4: DeviceMesh) -> None:
+    weight = distribute_tensor(torch.ones(4), mesh_2x4, [Shard(0), Replicate()])
+    state = SimpleNamespace(
+        weight=weight.requires_grad_(),
+        buffer=distribute_tensor(torch.ones(4), mesh_2x4, [Replicate(), Shard(0)]),
+    )
+    state.weight.sum().backward()
+    before = state.buffer.full_tensor()
+    with pytest.raises(xd.DataDependentError, match=r"while the step is compiled\n  at .*\.py:\d+"):
+        xd.compile(lambda x: step(state, x))(torch.ones(4, 4, device="xla"))
+    torch.testing.assert_close(state.buffer.full_tensor(), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_an_item_that_is_kept_is_part_of_the_program(device: str) -> None:
+    """A cache's key can't be a number that is an input."""
+    scale, x = torch.tensor(2.0, device=device), torch.ones(3, device="xla")
+
+    @functools.cache
+    def doubled(value: float) -> float:
+        return value * 2
+
+    step = xd.compile(lambda x: x * doubled(scale.item()))
+    for value, programs in ((2.0, 1), (2.0, 1), (3.0, 2), (2.0, 2)):
+        scale.fill_(value)
+        torch.testing.assert_close(step(x).cpu(), torch.full((3,), 2 * value))
+        assert step.compilations == programs
+    assert "scale.item()" in step.recompilations[-1]
+
+
+def test_others_may_write_between_the_calls(mesh_2x4: DeviceMesh) -> None:
+    """Another step, and eager code."""
+    flag = distribute_tensor(torch.zeros(8), mesh_2x4, [Shard(0), Replicate()])
+    x = torch.ones(3, device="xla")
+    looks = xd.compile(lambda x: x * 2 if flag.sum() > 4 else x)
+    raises = xd.compile(lambda x: flag.add_(x.sum()))
+    found = [looks(x)[0].item()]
+    raises(x)
+    found.append(looks(x)[0].item())
+    flag.zero_()
+    found.append(looks(x)[0].item())
+    with torch.no_grad():
+        flag.set_(distribute_tensor(torch.ones(8), mesh_2x4, [Replicate(), Shard(0)]))
+    found.append(looks(x)[0].item())
+    assert found == [1, 2, 1, 2]
