@@ -159,8 +159,8 @@ class Program:
 
     def written(self, arguments: Arguments) -> dict[int, Any]:
         """The memory that it writes to in a call, or to whose tensors' gradients, or takes from
-        these: they must be there when it is launched. And what it takes from the CPU: it is read
-        when the step is traced, and must be the same still."""
+        these: they must be there when it is launched. And what the host reads when the step is
+        traced, CPU tensors and others: it must be the same still."""
         outputs, all_slots = self.traced.outputs, self.traced.inputs.slots
         changed = [outside for outside, _ in (*outputs.grads, *outputs.switched)]
         changed += [outside for outside in self.traced.outside if outside.asks_grad]
@@ -176,6 +176,7 @@ class Program:
         return {
             **first_calls.memory_of(tensors),
             **first_calls.memory_of(self.traced.host.found),
+            **self.traced.host.fetched_from,
             **first_calls.memory_of(target.read(arguments) for target, _ in on_host),
             **{id(storage): storage for storage in storages},
         }

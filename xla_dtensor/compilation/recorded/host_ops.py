@@ -86,6 +86,7 @@ class HostOperations(TorchDispatchMode):
     Attributes:
         program: what has been written down.
         found: the tensors from outside that have taken part and are no arguments.
+        fetched_from: the storages whose values have been fetched from the devices, by id.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class HostOperations(TorchDispatchMode):
         self._inputs: dict[int, HostInput] = {}
         self._unread: set[int] = set()
         self.found: list[torch.Tensor] = []
+        self.fetched_from: dict[int, Any] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         # Per tensor that the step made: (weak reference, its memory, where its value comes from).
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
@@ -543,6 +545,7 @@ class HostOperations(TorchDispatchMode):
     def _fetch(self, recipe: Callable[[], Any], state: Iterable[Any]) -> torch.Tensor:
         source = Fetched(recipe, state)
         tensor = source.now()
+        self.fetched_from.update((id(value.storage), value.storage) for value in state)
         self._inputs[id(tensor)] = source
         self._tensors[id(source)] = tensor
         return tensor

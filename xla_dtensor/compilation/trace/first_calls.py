@@ -149,7 +149,7 @@ def claim_met(memory: Memory, shape: Sequence[int]) -> None:
         if _that_writes(memory, traced=False) is not None:
             raise DataDependentError(
                 f"the step uses a tensor of shape {list(shape)} that another step, which "
-                " another thread calls for the first time, is about to write to: put a lock "
+                "another thread calls for the first time, is about to write to: put a lock "
                 f"around both calls, or give it the tensor as an argument{user_line()}"
             )
         _note(memory)
