@@ -104,11 +104,20 @@ def asks_whether_gradients_are_on(by: Any, x: Any, w: Any) -> Any:
     return branch(), off, inference.clone()
 
 
+def of_complex_numbers(by: Any, x: Any, w: Any) -> Any:
+    """torch's gradients are the conjugates of JAX's."""
+    z = torch.complex(x, w)
+    y = by.cond(x.sum() > 0, lambda z: z.sin() * 0.1, lambda z: z * z, (z,))
+    last, every = by.scan(lambda c, row: (c * row * 0.3, c.exp()), y[0] * 0.1, z)
+    return torch.view_as_real(last), torch.view_as_real(every)
+
+
 CASES: dict[str, Callable[[Any, Any, Any], Any]] = {
     f.__name__: f
     for f in (
         *(by_a_function, captured_as_an_operand, writes_through_a_view, reads_a_gradient),
         *(takes_a_gradient, numbers, checkpointed, asks_whether_gradients_are_on),
+        of_complex_numbers,
     )
 }
 

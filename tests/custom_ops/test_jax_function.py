@@ -141,6 +141,28 @@ def test_custom_vjp():
     same(x.grad, torch.full((5,), 0.1, dtype=torch.float64))
 
 
+def own_gradients(arrays, out, cotangent):
+    x, y = arrays
+    return cotangent * jnp.cos(x) * y, cotangent * jnp.sin(x)
+
+
+@pytest.mark.parametrize("vjp", [None, own_gradients])
+def test_complex_numbers(vjp):
+    """Gradients are torch's, which are the conjugates of JAX's."""
+    x, y, weight = (torch.randn(4, dtype=torch.complex128, requires_grad=True) for _ in range(3))
+    found = []
+    for function in (
+        lambda x, y: torch.sin(x) * y,
+        jax_function(lambda x, y: jnp.sin(x) * y, vjp=vjp),
+    ):
+        loss = torch.view_as_real(function(x, y) * weight).pow(3).sum()
+        once = torch.autograd.grad(loss, (x, y), create_graph=True)
+        twice = torch.autograd.grad(sum(g.abs().square().sum() for g in once), (x, y))
+        found.append([*once, *twice])
+    for got, want in zip(found[1], found[0], strict=True):
+        same(got, want)
+
+
 def test_mistakes():
     x = leaf(3)
     with pytest.raises(TypeError, match=r"jax_function\(layer\) was called without a tensor"):

@@ -199,6 +199,23 @@ def test_gradcheck_forward_and_backward() -> None:
     torch.testing.assert_close(out.tangent.cpu(), expected)
 
 
+@pytest.mark.parametrize("where", ["device", "sharded"])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 6)], ids=["2-D", "3-D"])
+def test_linear_of_complex_numbers(shape: tuple[int, ...], where: str, mesh_2x4: Any) -> None:
+    """torch's gradients are conjugates, and so are those of a gradient (``create_graph``)."""
+    values = [torch.randn(*s, dtype=torch.complex128) for s in ((8, 6), (8,), shape)]
+    found = []
+    for device in ("cpu", where):
+        leaves = [place(v, device, mesh_2x4).requires_grad_() for v in values]
+        weight, bias, x = leaves
+        out = torch.view_as_real(F.linear(x, weight, bias)).pow(3).sum()
+        once = torch.autograd.grad(out, leaves, retain_graph=True)
+        again = torch.autograd.grad(out, leaves, create_graph=True)
+        twice = torch.autograd.grad(sum(g.abs().square().sum() for g in again), leaves)
+        found.append([full(g.detach()) for g in (*once, *again, *twice)])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_traces_of_torch_fx() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,9 +1,10 @@
 """A pytest plugin for suites that choose their device themselves: it is xla.
 
 Some ask a variable, and this only loads xla_dtensor: ``TORCH_DEVICE=xla`` (timm),
-``KERAS_TORCH_DEVICE=xla`` with ``KERAS_BACKEND=torch``, ``XLA_DTENSOR_DEVICE=1`` (accelerate).
-torchmetrics looks for CUDA, and einops makes CPU tensors of NumPy's arrays. Others have torch's
-default device: `default_device`.
+``TEST_DEVICE=xla`` (pytorch-metric-learning), ``KERAS_TORCH_DEVICE=xla`` with
+``KERAS_BACKEND=torch``, ``XLA_DTENSOR_DEVICE=1`` (accelerate). kornia takes ``--device xla`` once
+its conftest.py has a device of this name. torchmetrics looks for CUDA, and einops makes CPU tensors
+of NumPy's arrays. Others have torch's default device: `default_device`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "1")
 
+import torch
+
 import xla_dtensor  # noqa: F401
 from xla_dtensor.runtime import xla_flags
 
 xla_flags.add(*xla_flags.QUICK_COMPILES)
 
 
-def pytest_collection_modifyitems() -> None:
+def pytest_collection_modifyitems(config: Any) -> None:
+    for plugin in config.pluginmanager.get_plugins():
+        if hasattr(plugin, "TEST_OPTIMIZER_BACKEND"):  # kornia's conftest.py
+            plugin.TEST_DEVICES["xla"] = torch.device("xla:0")
     metrics: Any = sys.modules.get("unittests._helpers.testers")
     if metrics is not None:
         metrics._select_rand_best_device = lambda: "xla"

@@ -283,9 +283,11 @@ def test_rms_norm_backward() -> None:
         torch.testing.assert_close(to_torch(a, e.dtype), e)
 
 
-def test_linear_backward() -> None:
-    x, weight, bias = (random(*s).requires_grad_() for s in ((4, 3, 6), (5, 6), (5,)))
-    grad = random(4, 3, 5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_linear_backward(dtype: torch.dtype) -> None:
+    shapes = (4, 3, 5), (4, 3, 6), (5, 6), (5,)
+    grad, *leaves = (torch.randn(*shape, dtype=dtype) for shape in shapes)
+    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
     expected = torch.autograd.grad(
         torch.nn.functional.linear(x, weight, bias), (x, weight, bias), grad
     )

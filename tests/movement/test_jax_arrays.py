@@ -176,12 +176,16 @@ def test_mistakes(name: str, mesh_2x4: Any) -> None:
 def test_dlpack(mesh_2x4: Any) -> None:
     x = torch.arange(6.0, device="xla").reshape(2, 3)
     assert torch.from_dlpack(x).tolist() == [[0, 1, 2], [3, 4, 5]]
+    for capsule in (torch.to_dlpack(x), torch.utils.dlpack.to_dlpack(x)):
+        assert torch.from_dlpack(capsule).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert torch.from_dlpack(torch.to_dlpack(torch.ones(2))).tolist() == [1, 1]
     assert np.from_dlpack(x).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert jnp.from_dlpack(x).tolist() == [[0, 1, 2], [3, 4, 5]]
     replicated = distribute_tensor(torch.ones(3), mesh_2x4, [Replicate(), Replicate()])
     assert torch.from_dlpack(replicated).tolist() == [1, 1, 1]
     sharded = distribute_tensor(torch.ones(8), mesh_2x4, [Shard(0), Replicate()])
-    with pytest.raises(BufferError, match=r"full_tensor\(\)"):
-        torch.from_dlpack(sharded)
+    for function in (torch.from_dlpack, torch.to_dlpack):
+        with pytest.raises(BufferError, match=r"full_tensor\(\)"):
+            function(sharded)
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.from_dlpack(x.clone().requires_grad_())

@@ -48,12 +48,12 @@ class _Differentiated:
         return outs, kept
 
     def _backward(self, kept: Any, cotangents: Any) -> Any:
-        given = iter(cotangents)
+        given = map(jnp.conj, cotangents)  # JAX's gradients are torch's conjugates
         every = [
             next(given) if jnp.issubdtype(out.dtype, jnp.inexact) else no_cotangent(out)
             for out in self._outs
         ]
-        return list(jax.tree.unflatten(self._pull, kept)(every))
+        return [jnp.conj(g) for g in jax.tree.unflatten(self._pull, kept)(every)]
 
 
 class _Function(torch.autograd.Function):

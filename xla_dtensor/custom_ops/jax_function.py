@@ -85,11 +85,13 @@ class _JaxCall:
             def function(*arrays: Any) -> Any:
                 primals, rest = arrays[: len(wanted)], iter(arrays[len(wanted) :])
                 out = jax.tree.leaves(jax.eval_shape(self.function, *primals))
+                # JAX's gradient by a complex value is the conjugate of torch's.
                 cotangents = [
-                    next(rest) if is_given else no_cotangent(o)
+                    jnp.conj(next(rest)) if is_given else no_cotangent(o)
                     for is_given, o in zip(given, out, strict=True)
                 ]
-                return pull(primals, wanted, jax.tree.unflatten(tree, cotangents))
+                pulled = pull(primals, wanted, jax.tree.unflatten(tree, cotangents))
+                return [jnp.conj(gradient) for gradient in pulled]
 
             known = self._gradients[key] = _JaxCall(
                 f"gradient of {self.name}", function, None, None
@@ -224,7 +226,8 @@ def jax_function(
         vjp: the gradients, where JAX can't differentiate the function (a Pallas kernel) or
             shouldn't: ``vjp(arrays, out, cotangent)`` with the tuple of the arrays among the
             arguments, what ``function`` returned, and a cotangent of the same structure; returns a
-            gradient or None per array, of the array's shape. It is written in JAX.
+            gradient or None per array, of the array's shape. It is written in JAX, with JAX's
+            gradients by complex arrays: torch is given, and gives, their conjugates.
         rule: of sharded tensors, an einsum notation of the layouts ("b h, h o -> b o"); without it
             the compiler chooses the results' layouts.
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.nn.utils.clip_grad
 import torch.overrides
+import torch.utils.dlpack
 import torch.utils.hooks
 from torch.distributed import device_mesh as torch_device_mesh
 
 from xla_dtensor.base import epoch, interrupts, torch_private
 from xla_dtensor.base.numbers.python_numbers import as_float
+from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
     mesh_resources,
@@ -90,6 +92,7 @@ def install() -> None:
     backend.bind(_backend)
     _hook_clipping()
     _hook_averages()
+    _hook_dlpack()
     # Before the first mesh, too: a rule may be registered under "relu" where an op is defined.
     on_import("xla_dtensor.rules", lambda rules: rules.add_names(_paddle_rule))
     _installed = True
@@ -111,6 +114,19 @@ def _backend() -> backend.Backend:
     data_parallel.install_for_modules()
     optimizer_steps.make_foreach_the_default()
     return found
+
+
+def _hook_dlpack() -> None:
+    """``to_dlpack`` of our tensors: torch's makes a capsule without a value of what it takes for
+    the memory, and of that a tensor that is on "xla" and none of ours."""
+    original = torch.utils.dlpack.to_dlpack
+
+    @functools.wraps(original)
+    def to_dlpack(tensor: Any) -> Any:
+        return tensor.__dlpack__() if is_ours(tensor) else original(tensor)
+
+    for owner in (torch, torch.utils.dlpack):
+        owner.to_dlpack = to_dlpack
 
 
 def _hook_averages() -> None:

@@ -223,9 +223,9 @@ class _Linear(torch.autograd.Function):
         # the transposed one once more.
         if needs_input:
             of = torch.ops.xla_dtensor.linear_input_grad.default
-            grad_input = F.linear(grad, weight.t()) if again else dispatched(of, grad, weight)
+            grad_input = F.linear(grad, weight.mH) if again else dispatched(of, grad, weight)
         if needs_weight and again:
-            grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2)
+            grad_weight = grad.flatten(0, -2).t() @ input.flatten(0, -2).conj()
         elif needs_weight:
             grad_weight = dispatched(torch.ops.xla_dtensor.linear_weight_grad.default, grad, input)
         if needs_bias:

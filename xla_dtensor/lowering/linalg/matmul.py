@@ -198,21 +198,22 @@ def linear_weight_grad(grad_out, input):
     is narrow, as under torch. In float32 it would be twice the bytes.
     """
     outer = tuple(range(input.ndim - 1))
-    return dot(grad_out, input, (outer, outer), out_dtype=to_torch_dtype(input.dtype))
+    dtype = to_torch_dtype(input.dtype)
+    return dot(grad_out, jnp.conj(input), (outer, outer), out_dtype=dtype)
 
 
 @lowers("xla_dtensor::linear_input_grad")
 def linear_input_grad(grad_out, weight):
     """``[..., o]`` and ``[o, i]`` to ``[..., i]``."""
-    return narrow_dot(grad_out, weight, ((grad_out.ndim - 1,), (0,)))
+    return narrow_dot(grad_out, jnp.conj(weight), ((grad_out.ndim - 1,), (0,)))
 
 
 @lowers("linear_backward")
 def linear_backward(x, grad, weight, output_mask):
     outer = tuple(range(x.ndim - 1))
     return (
-        narrow_dot(grad, weight, ((grad.ndim - 1,), (0,))) if output_mask[0] else None,
-        narrow_dot(grad, x, (outer, outer)) if output_mask[1] else None,
+        linear_input_grad(grad, weight) if output_mask[0] else None,
+        narrow_dot(grad, jnp.conj(x), (outer, outer)) if output_mask[1] else None,
         jnp.sum(*promote_for_math(grad), outer) if output_mask[2] else None,
     )
 
