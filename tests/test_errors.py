@@ -482,7 +482,7 @@ def test_nothing_is_changed_by_a_refused_call() -> None:
     for call in (
         lambda: x.add_(sharded(pair())),
         lambda: x.redistribute(placements=[S(0)]),
-        lambda: xd.compile(lambda: (x.add_(1), x.tolist()))(),
+        lambda: xd.compile(lambda y: (x.add_(y), x.tolist()))(sharded()),
     ):
         with pytest.raises(xd.XlaDTensorError):
             call()

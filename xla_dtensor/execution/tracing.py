@@ -247,7 +247,10 @@ class Tracing(Running):
         forms = (form for form in (*plan.result_forms, *plan.base_forms) if form is not None)
         if any(form.varying or form.unreduced for form in forms):
             return None
-        return Constants(plan, recipes, bases)
+        constants = Constants(plan, recipes, bases)
+        # Beside numbers that are inputs nothing is constant; beside state, of whose values the
+        # program is one, they may be kept.
+        return None if any(map(is_number, call.leaves)) and not constants.state else constants
 
 
 _NUMBERS = (bool, int, float, complex)
