@@ -3,6 +3,7 @@ inputs. `changes/state_values.py` has what it is given."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
 
@@ -85,3 +87,48 @@ def test_others_may_write_between_the_calls(mesh_2x4: DeviceMesh) -> None:
         flag.set_(distribute_tensor(torch.ones(8), mesh_2x4, [Replicate(), Shard(0)]))
     found.append(looks(x)[0].item())
     assert found == [1, 2, 1, 2]
+
+
+class Switched(torch.nn.Module):
+    """A layer whose buffer says what it computes."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("on", torch.tensor(on))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 2 if self.on else self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_body_for_all_layers_is_refused(alike: bool) -> None:
+    """It would be the first layer's: the others have buffers of their own."""
+    layers = torch.nn.ModuleList([Switched(alike or i % 2 == 0) for i in range(4)]).to("xla")
+    looped = xd.scan_layers(layers)
+    with pytest.raises(xd.DataDependentError, match=r"while the step is compiled"):
+        xd.compile(lambda x: looped(x))(torch.ones(2, 4, device="xla"))
+
+
+def test_layers_computed_again() -> None:
+    """With other buffers in the second call, in forward and in what backward computes again."""
+    expected = torch.nn.ModuleList([Switched(i % 2 == 0) for i in range(3)])
+    layers = copy.deepcopy(expected).to("xla")
+
+    def step(layers: torch.nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        layers.zero_grad()
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.pow(2).sum().backward()
+        return x.detach()
+
+    compiled = xd.compile(step)
+    for on in (True, False, True):
+        for both in (expected, layers):
+            both[1].on.fill_(on)
+        x = torch.ones(2, 4)
+        wanted = step(expected, x)
+        torch.testing.assert_close(compiled(layers, x.to("xla")).cpu(), wanted)
+        for ours, theirs in zip(layers.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+    assert compiled.compilations == 2

@@ -362,7 +362,10 @@ class StepTrace(TracingProgram):
         return state
 
     def recipe_of(self, storage: Storage) -> Any:
-        recipe = super().recipe_of(storage) or self._recipes.get(storage.version)
+        recipe = super().recipe_of(storage)
+        if self.loop_begins:
+            return recipe  # one body is for all layers, which have other buffers
+        recipe = recipe or self._recipes.get(storage.version)
         if recipe is not None or self.owns(storage) or id(storage) in self.not_fetched:
             return recipe
         if storage.is_given_back or self.numbers.is_counter(storage.array):
