@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import xla_dtensor as xd
+from xla_dtensor.plans.computation import Computation
 
 State = SimpleNamespace
 
@@ -132,3 +134,23 @@ def test_layers_computed_again() -> None:
         for ours, theirs in zip(layers.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
     assert compiled.compilations == 2
+
+
+def test_an_interrupt_while_the_host_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call computes it again, and doesn't take what was there for it."""
+    count, x = torch.tensor(0, device="xla"), torch.ones(3, device="xla")
+    step = xd.compile(lambda x: x * 2 if count * 2 > 1 else x)
+    assert step(x)[0].item() == 1
+    count.fill_(1)
+    original, calls = Computation.of_values, [0]
+
+    def of_values(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(Computation, "of_values", of_values)
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    assert step(x)[0].item() == 2

@@ -370,10 +370,13 @@ class Constants:
     def _compute(self) -> None:
         if self._is_computed():
             return
-        self._versions = versions_of(self.state)
+        versions = versions_of(self.state)
         with computing_constants():
             bases = [(recipe(), positions) for recipe, positions in self._bases]
-            self._arrays = self._plan.run.of_values([r() for r in self._recipes], bases)
+            arrays = self._plan.run.of_values([r() for r in self._recipes], bases)
+        # In this order, and last: an interrupt in between mustn't leave old values as new ones.
+        self._arrays = arrays
+        self._versions = versions
         if not self.state:
             self._recipes, self._bases = [], []  # with the constants that these are made of
 

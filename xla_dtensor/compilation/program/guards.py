@@ -34,7 +34,7 @@ class Mismatch:
         paths: the names in messages of everything of Python's that has changed.
         path: the first of them, or the cache that has forgotten something.
         numbers: the names of the numbers among them.
-        items: the items that have changed, and can be inputs (`Looked.item`).
+        items: the items that have changed, and can be inputs (`Looked.is_item`), by their lines.
     """
 
     why: str
@@ -194,7 +194,7 @@ class Guards:
             self._decided_by = repr(numbers)
         for looked in self._looked_at:
             if looked.read(arguments, prepared.host) != looked.was:
-                items = () if looked.item is None else (looked.item(),)
+                items = (looked.where(),) if looked.is_item else ()
                 return Mismatch(looked.difference(), items=frozenset(items))
         return None
 

@@ -26,15 +26,14 @@ from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.source_line import expression_here, user_line
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
-    count_of_dispatch_modes,
     disable_current_modes,
     disable_function_of_subclasses,
-    dispatch_mode_at,
     pytree,
     unseen,
 )
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.identities import memory_on_host
+from xla_dtensor.compilation.objects.global_state import active_modes
 from xla_dtensor.compilation.recorded.host_memory import Memories, has_memory
 from xla_dtensor.compilation.recorded.host_program import (
     Fetched,
@@ -80,8 +79,8 @@ class HostOperations(TorchDispatchMode):
 
     Args:
         originals: the arguments, with the history that they don't have in the trace.
-        items: the items that are inputs beside those that are floats (`Looked.item`), because they
-            have changed between calls; None if no item can be one.
+        items: the items that are inputs beside those that are floats, by their lines, because
+            they have changed between calls; None if no item can be one.
 
     Attributes:
         program: what has been written down.
@@ -518,7 +517,8 @@ class HostOperations(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         """A block of the package's own operations on CPU tensors: torch has taken this mode away
         where an operation on an xla tensor is handled."""
-        again = None if self._is_on() else super().__enter__()
+        is_on = any(mode is self for _, mode in active_modes())
+        again = None if is_on else super().__enter__()
         self.records += 1
         try:
             yield
@@ -526,9 +526,6 @@ class HostOperations(TorchDispatchMode):
             self.records -= 1
             if again is self:
                 super().__exit__(None, None, None)
-
-    def _is_on(self) -> bool:
-        return any(dispatch_mode_at(i) is self for i in range(count_of_dispatch_modes()))
 
     def fetched(self, recipe: Callable[[], Any], state: Iterable[Any]) -> torch.Tensor:
         """A CPU tensor with a value that the step finds on the devices (`Fetched`): a copy, as the
@@ -561,21 +558,18 @@ class HostOperations(TorchDispatchMode):
         source, items = self.use(tensor), self._input_items
         if source is None:
             return value
-        where = expression_here()
         if isinstance(source, HostInput) and items is not None:
             is_input = isinstance(value, float)
-            if items and type(value) is int:  # few steps have such, and `where` takes its time
-                is_input = where() in items
+            if items and type(value) is int:  # few steps have such, and to name it takes its time
+                is_input = expression_here()() in items
             if is_input:
                 read = lambda arguments: source.read(arguments).item()
                 name = f"the item of {source.kind} {list(tensor.shape)}"
                 return self._trace.numbers.as_input(read, value, name)
-        self._looked(source, tensor, "the item", where if type(value) is int else None)
+        self._looked(source, tensor, "the item", type(value) is int)
         return value
 
-    def _looked(
-        self, source: Any, tensor: torch.Tensor, text: str, item: Callable[[], str] | None = None
-    ) -> None:
+    def _looked(self, source: Any, tensor: torch.Tensor, text: str, is_item: bool = False) -> None:
         compute = self.reader(source)
         text = f"{text} of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
 
@@ -583,7 +577,8 @@ class HostOperations(TorchDispatchMode):
             return as_plain(compute(arguments, results))
 
         with disable_current_modes():
-            self.looked_at.append(Looked(read, as_plain(tensor), text, expression_here(), item))
+            looked = Looked(read, as_plain(tensor), text, expression_here(), is_item)
+            self.looked_at.append(looked)
 
     def look(self, tensor: torch.Tensor, text: str) -> None:
         """The step's Python is given a CPU tensor's values: they become part of the program."""

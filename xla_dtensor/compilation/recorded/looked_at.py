@@ -18,14 +18,14 @@ class Looked:
         was: what it was in the trace.
         text: what has been looked at.
         where: gives the user's line.
-        item: gives the name of an int that could be an input (the user's line), or None.
+        is_item: whether it is an int that could be an input, which goes by the user's line.
     """
 
     read: Callable[[Arguments, list[Any]], Any]
     was: Any
     text: str
     where: Callable[[], str]
-    item: Callable[[], str] | None = None
+    is_item: bool = False
 
     def difference(self) -> str:
         where = self.where()
