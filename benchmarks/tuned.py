@@ -9,10 +9,11 @@ that the sweep has for eight devices, on meshes 8, 2x4, 4x2 and 2x2x2 (read from
 `benchmarks/README.md`). The losses must agree with CPU torch's. With ``--run`` the best are run and
 ranked by that.
 
-With ``--timed`` those rows are compiled, and `xd.tune(topology="here")` runs its ten best and takes
-the fastest; then all of them are timed in turns, in one process, a step of each after the other.
-What counts is how much slower the found one is than the fastest of the list. A language model of
-LSTM layers is among these models, which the sweep doesn't have.
+With ``--timed`` those rows are compiled, and on each mesh of several axes hybrid sharding
+(parameters over all but the last axis, the batch over all), and `xd.tune(topology="here")` runs its
+ten best and takes the fastest; then all of them are timed in turns, in one process, a step of each
+after the other. What counts is how much slower the found one is than the fastest of the list. A
+language model of LSTM layers is among these models, which the sweep doesn't have.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def rows(model: str) -> dict[str, tuple[Any, Any]]:
     made = TIMED[model]
     found = {}
     for mesh in MESHES:
-        for layout in on_mesh(made.layouts, mesh):
+        for layout in on_mesh((*made.layouts, "hsdp"), mesh):
             on = OnMesh.of(layout, mesh)
             own = case(made, on)
             device_mesh = xd.init_device_mesh("xla", on.shape, mesh_dim_names=on.axes)

@@ -122,6 +122,7 @@ LAYOUTS: dict[str, Layout] = {
     "dp-all": Layout(all_axes=True),
     "tp": Layout("tp"),
     "fsdp0": Layout("fsdp0"),
+    "hsdp": Layout("fsdp0", all_axes=True),
     "fsdp-largest": Layout("fsdp-largest"),
     "fsdp+tp": Layout("fsdp+tp"),
     "fsdp+tp+sp": Layout("fsdp+tp", sequence=True),
