@@ -163,9 +163,11 @@ def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, *, with_log_sums:
         splash_attention_mask,
     )
 
+    from xla_dtensor.lowering.attention.causal_mask import BlockwiseCausalMask
+
     heads, shape = query.shape[-3], (query.shape[-2], key.shape[-2])
     rows, columns = map(_block, shape)
-    kind = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
+    kind = BlockwiseCausalMask if is_causal else splash_attention_mask.FullMask
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([kind(shape) for _ in range(heads)]),
         block_sizes=splash_attention_kernel.BlockSizes(
