@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_dtensor.base import jax_private
+from xla_dtensor.lowering.attention.causal_mask import causal_mask
 from xla_dtensor.lowering.context import here
 
 _LANES = 128
@@ -163,11 +164,9 @@ def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, *, with_log_sums:
         splash_attention_mask,
     )
 
-    from xla_dtensor.lowering.attention.causal_mask import BlockwiseCausalMask
-
     heads, shape = query.shape[-3], (query.shape[-2], key.shape[-2])
     rows, columns = map(_block, shape)
-    kind = BlockwiseCausalMask if is_causal else splash_attention_mask.FullMask
+    kind = causal_mask if is_causal else splash_attention_mask.FullMask
     return splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([kind(shape) for _ in range(heads)]),
         block_sizes=splash_attention_kernel.BlockSizes(
