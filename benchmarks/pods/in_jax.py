@@ -11,6 +11,7 @@ import torch
 
 import xla_dtensor as xd
 from pods.sizes import Sizes, rope_angles
+from xla_dtensor.lowering.attention.splash import name_of_call
 from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning.collectives import collective_traffic, collectives
 from xla_dtensor.planning.flops import flops
@@ -150,7 +151,9 @@ def step_of(sizes: Sizes, mesh: jax.sharding.Mesh, rows: int) -> tuple[Any, tupl
             ),
             head_shards=1, q_seq_shards=1,
         )  # fmt: skip
-        return jax.vmap(kernel)((q / math.sqrt(sizes.head)).astype(q.dtype), k, v)
+        call = lambda *qkv: jax.vmap(kernel)(*qkv)
+        call.__name__ = name_of_call(sizes.seq, sizes.seq, is_causal=True)  # tells its operations
+        return jax.jit(call)((q / math.sqrt(sizes.head)).astype(q.dtype), k, v)
 
     heads = spec(by) if sizes.over_both else spec(dp, tp)
     attention = jax.shard_map(

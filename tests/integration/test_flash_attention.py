@@ -387,3 +387,5 @@ def test_splash_on_tpus() -> None:
     assert report.memory.temporaries < 64 * 2**20
     blocks = 16 * 17 // 2  # of 512, below the diagonal
     assert report.flops == pytest.approx(9 * 2 * 2 * 8 * blocks * 512 * 512 * 128, rel=1e-4)
+    # Attention is nearly all of it.
+    assert 1 < report.scheduled / report.seconds["compute"] < 1.5

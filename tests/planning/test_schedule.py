@@ -225,6 +225,27 @@ FUSED = """
             '["1", "2", "8", "8"]}, "mask_type": "CAUSAL"}',
             2 * 2 * 2 * 36 * 4e-6,  # two products of two heads, of 36 pairs
         ),
+        *(  # the kernels of attention on TPUs, of which a causal mask leaves 0.625
+            (
+                "%f = bf16[1,2,8,4] custom-call(%n, %n, %q, %q, %q), "
+                'custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={\n'
+                '"xprof_metadata":"{}"\n}}, '
+                'metadata={op_name="jit(step)/transpose(jvp(jit(splash_attention_of_0.625)))/'
+                f'vmap({kernel})/pallas_call" stack_frame_id=7}}',
+                products * 2 * 2 * 64 * 0.625 * 4e-6,
+            )
+            for kernel, products in (
+                ("splash_mha_fwd_residuals", 2),
+                ("splash_mha_dq_no_residuals", 3),
+                ("splash_mha_dkv_no_residuals", 4),
+            )
+        ),
+        (  # a product of groups, which says it
+            '%f = f32[10,10] custom-call(%n, %l3, %r3), custom_call_target="tpu_custom_call", '
+            'backend_config={"custom_call_config":{"body":"TUz=","cost_estimate":{"flops":"40000",'
+            '"transcendentals":"0"}}}',
+            40000 / 0.5e6,
+        ),
     ],
 )
 def test_how_long_an_instruction_takes(line: str, seconds: float) -> None:

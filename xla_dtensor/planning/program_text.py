@@ -128,7 +128,7 @@ class HloText:
         name = ""
         head = _PARTITIONS.search(text.partition("\n")[0])
         self.partitions = int(head[1]) if head else 0
-        for line in text.splitlines():
+        for line in _lines(text):
             if current is None:
                 if line.endswith("{") and not line.startswith(("HloModule", " ")):
                     is_entry = line.startswith("ENTRY ")
@@ -136,7 +136,7 @@ class HloText:
                     current = self.computations[name] = []
                     if is_entry:
                         self.entry = name
-            elif line.startswith("}") and not line.startswith("}}"):  # a kernel's attributes
+            elif line.startswith("}"):
                 current = None
             else:
                 instruction = _instruction(line, name)
@@ -206,6 +206,18 @@ class HloText:
             if times:
                 for instruction in members:
                     yield instruction, times
+
+
+def _lines(text: str) -> Iterator[str]:
+    """A program's lines. What a kernel says of itself XLA writes as it is, with line breaks; here
+    it is one line with the rest of its instruction."""
+    whole = ""
+    for line in text.splitlines():
+        if not line.startswith(('"', "}}")):
+            yield whole
+            whole = ""
+        whole += line
+    yield whole
 
 
 def _instruction(line: str, computation: str) -> Instruction | None:

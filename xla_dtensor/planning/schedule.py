@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from xla_dtensor.lowering.attention.splash import operations_of_kernel
 from xla_dtensor.planning.collectives import HloCollective
 from xla_dtensor.planning.host_copies import HostCopy
 from xla_dtensor.planning.links import Links
@@ -24,6 +25,7 @@ from xla_dtensor.runtime.chips import Chip
 
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\S+?)_(?P<kernel>\S+?)->")
+_COST = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _SCORES = re.compile(r'"intermediate_tensor_shape": \{[^}]*?"dimensions": \[([^\]]*)\]')
 
 # What moves or names values without computing, and takes no time by itself.
@@ -277,6 +279,8 @@ def _operations(instruction: Instruction, around: Mapping[str, Instruction]) -> 
     if not operands or operands[0] is None or not operands[0].results:
         return {}
     results, left = instruction.results, operands[0].results[0]
+    if instruction.op == "custom-call" and '"tpu_custom_call"' in instruction.attributes:
+        return _of_kernel(instruction, [one.results[0] for one in operands if one and one.results])
     if not results:
         return {}
     elements = math.prod(results[0].dims)
@@ -323,6 +327,20 @@ def _of_attention(instruction: Instruction, query: Shaped) -> dict[str, float]:
         pairs *= (length + 1) / (2 * length)
     products = 5 if "fmhaSoftmaxBackward" in instruction.attributes else 2
     return {"bf16": products * 2.0 * pairs * query.dims[-1]}
+
+
+def _of_kernel(instruction: Instruction, operands: Sequence[Shaped]) -> dict[str, float]:
+    """A kernel of Pallas' for TPUs: what it says itself (products of groups), or attention's."""
+    # In front of what is multiplied stand the kernel's integers.
+    factors = [one for one in operands if len(one.dims) > 1 and one.dtype[0] in "bf"]
+    if not factors:
+        return {}
+    said = _COST.search(instruction.attributes)
+    query, key = factors[0], factors[min(1, len(factors) - 1)]
+    count = (
+        float(said[1]) if said else operations_of_kernel(instruction.op_name, query.dims, key.dims)
+    )
+    return {_kind(query, instruction): count}
 
 
 def _kind(left: Shaped, instruction: Instruction) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -134,21 +136,48 @@ def share_of_blocks(name: str) -> float:
     return float(name.removeprefix(_NAME)) if name.startswith(_NAME) else 1.0
 
 
+_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+"""By the kernels' names: of forward, and of the two of backward, which both compute the scores."""
+
+
+def operations_of_kernel(where: str, query: Sequence[int], key: Sequence[int]) -> float:
+    """The floating-point operations of one of the kernels; 0 if it is none.
+
+    Args:
+        where: the scopes that it was traced in, and the kernel's name, as XLA has them.
+        query, key: their shapes, ``[..., L, E]`` and ``[..., S, E]``.
+    """
+    scopes = set(re.split(r"[/()]+", where))
+    products = next((n for name, n in _PRODUCTS.items() if name in where), 0)
+    share = math.prod(map(share_of_blocks, scopes))
+    return 2.0 * products * share * math.prod(query) * key[-2]
+
+
 def _named(
     function: Callable[..., Any], query: jax.Array, key: jax.Array, is_causal: bool
 ) -> Callable[..., Any]:
     """``function`` under a name that tells `share_of_blocks`."""
-    rows, columns = _block(query.shape[-2]), _block(key.shape[-2])
-    grid = [(i, j) for i in range(query.shape[-2] // rows) for j in range(key.shape[-2] // columns)]
-    seen = sum(not is_causal or j * columns < (i + 1) * rows for i, j in grid)
 
     def call(*tensors: jax.Array) -> Any:
         # The kernel's own numbers are int32, which they aren't where 64-bit types are on.
         with jax.enable_x64(False):
             return function(*tensors)
 
-    call.__name__ = f"{_NAME}{seen / len(grid)}"
+    call.__name__ = name_of_call(query.shape[-2], key.shape[-2], is_causal)
     return jax.jit(call)
+
+
+def name_of_call(length: int, keys: int, is_causal: bool) -> str:
+    """What `share_of_blocks` reads.
+
+    Args:
+        length, keys: of the queries and of the keys.
+        is_causal: whether a query sees the keys up to its own position.
+    """
+    rows, columns = _block(length), _block(keys)
+    grid = [(i, j) for i in range(length // rows) for j in range(keys // columns)]
+    seen = sum(not is_causal or j * columns < (i + 1) * rows for i, j in grid)
+    return f"{_NAME}{seen / len(grid)}"
 
 
 def _inputs(scale: Any, query: jax.Array, *others: jax.Array) -> list[jax.Array]:
