@@ -118,6 +118,11 @@ class Guards:
             met = self.watch.met(arguments)
             if not (len(met) == len(before) and all(map(operator.is_, met, before))):
                 return Mismatch("which arguments are objects that the step finds elsewhere")
+        return self.other_values(arguments)
+
+    def other_values(self, arguments: Arguments) -> Mismatch | None:
+        """Why the program can't run on the values that the host reads before the launch, numbers
+        and tensors', whatever the step's Python reads besides; or None."""
         try:
             prepared = self.prepared = self._inputs.prepare(arguments)
         except (NumberChanged, HostChanged) as changed:
