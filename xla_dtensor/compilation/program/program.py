@@ -185,11 +185,11 @@ class Program:
         """Whether it may run after a call of its own, as far as that and others' changes of tensors
         can tell: it leaves nothing in Python's objects, finds tensors of the same kind, and decides
         by the values that the host has of them as it did."""
-        traced, guards = self.traced, self.guards
+        traced = self.traced
         leaves = traced.effects.leave_others or traced.schedulers.calls or traced.outputs.switched
-        if leaves or guards.stale is not None or guards.other_tensors(arguments) is not None:
+        if leaves or self.guards.stale is not None:
             return False
-        return guards.other_values(arguments) is None
+        return self.guards.other_tensors(arguments) is None
 
     # --- running -----------------------------------------------------------------------------
 
