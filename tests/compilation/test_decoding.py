@@ -142,6 +142,45 @@ def test_again_adds_to_a_gradient() -> None:
     assert leaf.grad is not None and leaf.grad.tolist() == [2, 2]
 
 
+def _decides(n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    n.add_(1)
+    return x * 2 if n > 2 else x
+
+
+def _multiplies(n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x = x * n.item()
+    n.mul_(2)
+    return x
+
+
+def _selects(n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    n.add_(1)
+    return x[torch.arange(4, device=x.device) < n] * 2
+
+
+def _on_the_host(n: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    n.add_(1)
+    return x + (n.cpu() * 2).to(x.device)
+
+
+LOOKS = [(on, look) for on in ("cpu", "xla") for look in (_decides, _multiplies, _on_the_host)]
+
+
+@pytest.mark.parametrize(("on", "look"), [*LOOKS, ("xla", _selects)])
+def test_again_looks_at_values_of_now(on: str, look: Callable) -> None:
+    """Of CPU tensors, and of tensors on the devices that the step finds: what it writes itself, and
+    what others write between the calls."""
+    expected, n, x = torch.tensor(1.0), torch.tensor(1.0, device=on), torch.arange(4.0)
+    step, given = xd.compile(lambda x: look(n, x)), x.to("xla")
+    for call in range(6):
+        found = step.again() if call else step(given)
+        torch.testing.assert_close(found.cpu(), look(expected, x))
+        if call == 3:
+            for each in (n, expected):
+                each.fill_(0.5)
+    torch.testing.assert_close(n.cpu(), expected)
+
+
 def test_again_on_other_tensors() -> None:
     mesh = xd.init_device_mesh("xla", (4,))
     x = xd.distribute_tensor(torch.arange(8.0), mesh, [xd.Shard(0)])

@@ -91,6 +91,20 @@ def test_others_may_write_between_the_calls(mesh_2x4: DeviceMesh) -> None:
     assert found == [1, 2, 1, 2]
 
 
+def test_what_is_only_printed_is_not_looked_at(capsys: pytest.CaptureFixture) -> None:
+    """A program for each text, and a call that waits for the one before, would be dear."""
+    count = torch.tensor(0, device="xla")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        print(f"step {count}")
+        return x + count
+
+    compiled, x = xd.compile(step), torch.ones(3, device="xla")
+    assert [compiled(x)[0].item() for _ in range(3)] == [2, 3, 4]
+    assert (compiled.traces, capsys.readouterr().out.count("step ")) == (1, 1)
+
+
 class Switched(torch.nn.Module):
     """A layer whose buffer says what it computes."""
 

@@ -88,6 +88,9 @@ class Executor:
         """
         raise NotImplementedError
 
+    def is_copy(self, tensor: Any, of: Any) -> None:
+        """A tensor that was just made, by `convert`, has the value of the tensor ``of``."""
+
     # --- arrays that no operation gives ---------------------------------------------------------
 
     def new_array(self, form: Any, eager: Callable[[], Any], traced: Callable[[Any], Any]) -> Any:

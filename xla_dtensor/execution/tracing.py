@@ -79,6 +79,11 @@ class Tracing(Running):
             value = traced(array)
         return new_tensor(value, form)
 
+    def is_copy(self, tensor: Any, of: Any) -> None:
+        recipe = None if tensor._form.unreduced else self._recipe(of)
+        if recipe is not None:
+            self.knows(tensor._storage_, recipe)
+
     def new_array(self, form: Form, eager: Any, traced: Callable[[Any], Any]) -> Any:
         return traced(self)
 
@@ -143,7 +148,7 @@ class Tracing(Running):
         if constants is not None:
             first = len(plan.result_forms) - plan.result_forms.count(None)
             for position, i in enumerate(plan.mutated, first):
-                self.knows(call.leaves[i]._storage_, constants, position)
+                self.knows(call.leaves[i]._storage_, functools.partial(constants.array, position))
         return out
 
     def compute(self, plan: Plan, call: Call) -> Iterable[Any]:
@@ -196,7 +201,7 @@ class Tracing(Running):
         if constants is not None:
             made = (tensor for tensor in results if tensor is not None)
             for position, tensor in enumerate(made):
-                self.knows(tensor._storage_, constants, position)
+                self.knows(tensor._storage_, functools.partial(constants.array, position))
         return results
 
     def recipe_of(self, storage: Storage) -> Any:
@@ -206,9 +211,9 @@ class Tracing(Running):
     def _recipe(self, tensor: Any) -> Any:
         return recipe_of_view(self.recipe_of(tensor._storage_), tensor)
 
-    def knows(self, storage: Storage, constants: Constants, position: int) -> None:
-        """A storage has got the value that ``constants`` have at a position."""
-        storage.recipe = functools.partial(constants.array, position)
+    def knows(self, storage: Storage, recipe: Any) -> None:
+        """What gives the value that a storage has now is known."""
+        storage.recipe = recipe
 
     def _constants(self, plan: Plan, call: Call) -> Constants | None:
         """What the results and the writes are, if they depend on no input of the step.

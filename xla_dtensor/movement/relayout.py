@@ -74,9 +74,11 @@ def to_form(tensor: XLAShardedTensor, target: Form) -> XLAShardedTensor:
             value = constrain(value, source)
         return constrain(_on_the_way(value, source, target), target)
 
-    moved: XLAShardedTensor = executor.current().convert(
+    now = executor.current()
+    moved: XLAShardedTensor = now.convert(
         tensor, target, functools.partial(same_value, source, target), traced
     )
+    now.is_copy(moved, tensor)
     return moved
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.base.not_a_sequence import not_a_sequence
+from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.ours import OurTensor, is_ours
 from xla_dtensor.base.torch_private import (
     FakeTensor,
@@ -161,8 +163,10 @@ class TensorMethods(HasMemory, OurTensor):
     def __format__(self, format_spec: str) -> str:
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
-        known = executor.current().has_values
-        known = known and (not self._form.varying or self._form.has_own_value)
+        now = executor.current()
+        known = now.has_values and (not self._form.varying or self._form.has_own_value)
+        # What a step only prints is no reason to look at what it finds on the devices.
+        known = known or (now.can_fetch(self) and not only_printed(sys._getframe(1)))
         if not self._form.meta and not self._form.shape and (format_spec or known):
             return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
         return object.__format__(self, format_spec)

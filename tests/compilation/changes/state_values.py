@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.compilation.changes._table import Program, row, rows, trainer
 from tests.compilation.changes._world import World
@@ -45,6 +46,10 @@ def _selected_twice(s: State, x: torch.Tensor) -> torch.Tensor:
     return x * on_host.sum().item() - s.scale.cpu().sum().item()
 
 
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 USES: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
     "if": lambda s, x: x * 2 if s.scale[0] > 0.5 else x,
     "any": lambda s, x: x * 2 if (s.scale * 2 > 1.9).any() else x * 3,
@@ -54,6 +59,7 @@ USES: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
     "range": lambda s, x: x * sum(range(s.count[3])),
     "size": lambda s, x: torch.stack([x[:, i] for i in range(int(s.mask.sum()))]),
     "text": lambda s, x: x * float(f"{s.scale[0].item():.3f}"),
+    "text_of_a_tensor": lambda s, x: x * {"0": 2.0, "4": 5.0}[f"{s.count[0]}"],
     "tolist": lambda s, x: x * sum(s.scale.tolist()),
     "tolist_of_ints": lambda s, x: x * sum(s.count.tolist()),
     "numpy": lambda s, x: x * float(s.scale.cpu().numpy().mean()),
@@ -61,6 +67,7 @@ USES: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
     "copied": _copied_to_the_host,
     "a_copy": _selected_twice,
     "equal": lambda s, x: x * 2 if torch.equal(s.count, s.count.sort().values) else x,
+    "whole": lambda s, x: x * _whole(s.scale * 2).sum().item(),
     "mask": lambda s, x: x[:, s.mask] * 2,
     "compared": lambda s, x: x[:, s.count > 3].sum(1),
     "masked_select": lambda s, x: x.masked_select(s.mask),

@@ -53,6 +53,26 @@ def shapes_by_values(mesh: xd.DeviceMesh) -> None:
     assert torch.equal(found.cpu(), wanted)
 
 
+def looked_at(mesh: xd.DeviceMesh) -> None:
+    """What a compiled step looks at of tensors that it finds, whose shards both processes have."""
+    mask = distribute_tensor(torch.arange(8) % 2 == 0, mesh, [Shard(0), Replicate()])
+    count = distribute_tensor(torch.arange(8), mesh, [Shard(0), Shard(0)])
+
+    @xd.compile
+    def step(x):
+        count.add_(1)
+        if count[5] % 2 == 1:
+            x = x * count.sum().item()
+        return x[mask]
+
+    x = torch.arange(8.0)
+    for call in range(4):
+        wanted = x * (36 + 8 * call) if call % 2 else x
+        found = step(distribute_tensor(x, mesh, [Replicate(), Shard(0)]))
+        assert found.tolist() == wanted[mask.cpu()].tolist(), call
+        mask.logical_not_()
+
+
 def own_values(mesh: xd.DeviceMesh, me: int) -> None:
     """What is this process's: the four devices of its row."""
     full = torch.arange(64.0).reshape(8, 8)
@@ -188,6 +208,7 @@ def main() -> None:
     assert xd.distributed.process_count() == xd.distributed.initialize() == 2
     reads(mesh)
     shapes_by_values(mesh)
+    looked_at(mesh)
     own_values(mesh, me)
     process_local(mesh, me)
     random_numbers(mesh)

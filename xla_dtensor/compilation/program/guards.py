@@ -108,9 +108,15 @@ class Guards:
                 if changed is not None:
                     return Mismatch(changed)
             self._epoch = epoch.tensors.value
-        why = self.other_tensors(arguments)
-        if why is not None:
-            return Mismatch(why)
+        return self.other_tensors(arguments)
+
+    def other_tensors(self, arguments: Arguments) -> Mismatch | None:
+        """Why the program can't run on what the tensors are now, and on the values that the host
+        reads before the launch, whatever the step's Python reads besides; or None."""
+        for check in self._checks:
+            why = check(arguments)
+            if why is not None:
+                return Mismatch(why)
         # `Watch.met` makes a tuple of all arguments; in most calls the step finds none elsewhere.
         known, before = self.watch.known, self._traced.inputs.met
         tensors, containers = map(id, arguments.tensors), map(id, arguments.containers)
@@ -124,15 +130,6 @@ class Guards:
             return Mismatch(str(changed))
         if self._decisions or self._looked_at:
             return self._decisions_differ(arguments, prepared)
-        return None
-
-    def other_tensors(self, arguments: Arguments) -> str | None:
-        """Why the program can't run on what the tensors are now, whatever the step's Python reads
-        besides; or None."""
-        for check in self._checks:
-            why = check(arguments)
-            if why is not None:
-                return why
         return None
 
     def decides_otherwise(self, arguments: Arguments) -> bool:

@@ -183,7 +183,8 @@ class Program:
 
     def follows_itself(self, arguments: Arguments) -> bool:
         """Whether it may run after a call of its own, as far as that and others' changes of tensors
-        can tell: it leaves nothing in Python's objects, and finds tensors of the same kind."""
+        can tell: it leaves nothing in Python's objects, finds tensors of the same kind, and decides
+        by the values that the host has of them as it did."""
         traced = self.traced
         leaves = traced.effects.leave_others or traced.schedulers.calls or traced.outputs.switched
         if leaves or self.guards.stale is not None:

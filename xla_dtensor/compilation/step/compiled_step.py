@@ -181,8 +181,8 @@ class CompiledStep(BaseStep):
         else the step's Python reads isn't compared with what it was, which is most of what a short
         call costs. Values of tensors are those of now. It is for loops of one's own around a step
         that changes tensors in place, a token or a time step in each call. A step that changes
-        something else (counts in Python), or whose tensors are others by now (a gradient that is
-        there, another shape), is called as always.
+        something else (counts in Python), that decides otherwise by a tensor's value, or whose
+        tensors are others by now (a gradient that is there, another shape), is called as always.
 
         Returns:
             what the step does.

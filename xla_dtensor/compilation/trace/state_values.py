@@ -45,10 +45,10 @@ class StateValue:
     def array(self) -> Any:
         """The logical value, as an array of this machine's CPU."""
         source: Any = self.captured or self.storage
-        arrays.about_to_read(source.array, f"a tensor of shape {list(source.form.shape)}")
-        value = fetch(source.array, source.form.shape)
-        with computing_constants():
-            return jax.numpy.asarray(value)
+        array, shape = source.array, source.form.shape
+        arrays.about_to_read(array, f"a tensor of shape {list(shape)}")
+        with computing_constants():  # of several processes' devices a program gathers it
+            return jax.numpy.asarray(fetch(array, shape))
 
 
 def recipe_of_state(captured: ExternalStorage, storage: Storage) -> Any:

@@ -39,7 +39,7 @@ from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.execution.tracing import Constants, TracingProgram, state_of
+from xla_dtensor.execution.tracing import TracingProgram, state_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -379,11 +379,11 @@ class StepTrace(TracingProgram):
             self._state += state_of(recipe)
         return recipe
 
-    def knows(self, storage: Storage, constants: Constants, position: int) -> None:
-        if constants.state:
-            self._recipes[storage.version] = functools.partial(constants.array, position)
+    def knows(self, storage: Storage, recipe: Any) -> None:
+        if state_of(recipe):
+            self._recipes[storage.version] = recipe
         else:
-            super().knows(storage, constants, position)
+            super().knows(storage, recipe)
 
     def refuse(self, what: str) -> NoReturn:
         way = (
