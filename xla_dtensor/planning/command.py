@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         report = planned(given.script, script, given.topology, sizes, given.step, given.tokens)
     except XlaDTensorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # the script's; Python's own status, 1, is for what doesn't fit
+        traceback.print_exc()
         return 2
     print(report)
     for path in given.save:
@@ -132,6 +136,7 @@ def planned(
 
     Raises:
         TopologyError: no step was called, or the mesh doesn't fit.
+        Exception: the script's own.
     """
     called: list[str] = []
 
@@ -153,6 +158,11 @@ def planned(
             runpy.run_path(script, run_name="__main__")
     except _Planned as found:
         return found.report
+    except SystemExit as ended:
+        raise TopologyError(
+            f"{script} has ended by itself ({ended.code!r}) and has called no compiled step: what "
+            "is planned is a call of what xd.compile makes"
+        ) from ended
     finally:
         sys.argv = before
         sys.path.pop(0)

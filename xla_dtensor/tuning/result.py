@@ -68,10 +68,10 @@ class Tuned:
             errors = {trial.error for trial in self.trials}
             return "; ".join(sorted(errors)) or "nothing was looked at"
         trial = min(known, key=lambda trial: trial.memory)
-        have = "an unknown size" if trial.available is None else _gib(trial.available)
+        have = "an unknown size" if trial.limit is None else _gib(trial.limit)
         return (
             f"{trial.configuration.describe()} needs {_gib(trial.memory)} on a device of {have}: "
-            "take more devices, a smaller batch, or let xd.tune compute layers again (recompute=)"
+            "take more devices or a smaller batch, or compute more of it again"
         )
 
     def table(self, count: int = 20) -> str:
@@ -94,8 +94,8 @@ class Tuned:
         least = None if report is None else report.bound
         what = trial.configuration.describe()
         if trial.error:
-            what += f": {trial.error.splitlines()[0]}"
-        elif not trial.fits:
+            return (str(number), *["-"] * 5, f"{what}: {trial.error.splitlines()[0]}")
+        if not trial.fits:
             what += ": doesn't fit"
         return (
             str(number),
