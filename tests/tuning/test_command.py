@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,31 @@ def test_a_script_that_fails_at_once(
     assert main([str(path), "--topology", "cpu:8"]) == 2
     assert plan([str(path), "--topology", "cpu:8"]) == 2
     assert capsys.readouterr().err.count('train.py", line 1') == 2
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.device_mesh", "xla_dtensor"])
+def test_a_module_that_makes_the_mesh(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is imported by the first of several runs."""
+    name = f"meshes_of_{module.replace('.', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"from {module} import init_device_mesh as made\n")
+    path = tmp_path / "train.py"
+    path.write_text(f"import {name}\n" + SCRIPT.replace("xd.init_device_mesh", f"{name}.made"))
+    assert main([str(path), "--topology", "cpu:8", "--mesh", "tp=4"]) == 0
+    assert "best: --mesh dp=2,tp=4" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_script_that_makes_its_mesh_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    made = 'xd.init_device_mesh("xla", (1, 1)'
+    other = 'torch.distributed.DeviceMesh("xla", torch.arange(8).view(2, 4)'
+    path.write_text(SCRIPT.replace(made, other))
+    assert main([str(path), "--topology", "cpu:8"]) == 2
+    assert "makes no mesh by init_device_mesh" in capsys.readouterr().err
 
 
 def test_one_mesh_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,9 @@ class NamesOfMesh(dict[str, int]):
 
         def __init__(self, names: Sequence[str]) -> None:
             self.names = tuple(names)
+
+
+_SIZES: ContextVar[dict[str, int] | None] = ContextVar("sizes of a script's mesh", default=None)
 
 
 class _Planned(BaseException):
@@ -177,11 +181,14 @@ def _mesh_sizes(sizes: dict[str, int]) -> Iterator[None]:
     """Let `init_device_mesh` make meshes of other sizes than it is told, in a script that has them
     by their dims' names."""
     original = device_mesh.init_device_mesh
+    token = _SIZES.set(sizes)
 
     def init_device_mesh(
         device_type: str, mesh_shape: Any, *args: Any, mesh_dim_names: Any = None, **kwargs: Any
     ) -> Any:
         names = tuple(mesh_dim_names or ())
+        # Not those above: a module that the script imports has the function of the first run.
+        sizes = _SIZES.get()
         if isinstance(sizes, NamesOfMesh) and device_type == "xla":
             if not names:
                 raise TopologyError(
@@ -207,3 +214,4 @@ def _mesh_sizes(sizes: dict[str, int]) -> Iterator[None]:
     finally:
         for place, function in known:
             place.init_device_mesh = function
+        _SIZES.reset(token)

@@ -121,6 +121,10 @@ def tuned(
     try:
         if not names:
             planned(script, arguments, topology, NamesOfMesh(), step)
+            raise TopologyError(
+                "the script makes no mesh by init_device_mesh, so its sizes are its own: let it "
+                "take them as arguments, named behind -- as in --dp={dp}"
+            )
     except NamesOfMesh.Found as found:
         names = found.names
     wanting = set(fixed) - set(names)
