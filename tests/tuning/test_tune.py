@@ -141,6 +141,14 @@ def test_json_and_files(tmp_path: Any) -> None:
         Tuned.from_json("{}")
 
 
+def test_the_table_says_what_its_times_have_in_them() -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
+    assert "latencies" not in str(found)  # nobody knows any of them
+    estimated = replace(found.trials[1], estimate=replace(found.trials[1].estimate, compute=1.0))
+    said = str(replace(found, trials=(found.trials[0], estimated)))
+    assert "estimate: products, collectives and" in said and "compiler: " not in said
+
+
 def test_nothing_fits() -> None:
     found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
     none = Tuned("cpu:8", tuple(replace(t, available=1024.0, report=None) for t in found.trials))
