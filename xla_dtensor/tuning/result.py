@@ -158,7 +158,8 @@ class Tuned:
 
 
 _MEANT = {
-    "compiler": "XLA's order of instructions, each at the chip's peak and its links; no latencies",
+    "compiler": "XLA's order of instructions, each at the peak of the chip, its memory and its "
+    "links; no latencies",
     "estimate": "products, collectives and the optimizer's state after each other; not what else "
     "operations read and write, no latencies",
 }
