@@ -353,7 +353,7 @@ def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_gpu_compiler
 def test_the_compiler_of_absent_gpus_is_asked() -> None:
     """By threads that know nothing of the `xd.abstract` block in which steps are traced."""
-    found = xd.tune(build(), batch(64), topology="h100:1x8", top=2)
+    found = xd.tune(build(), batch(7), topology="h100:1x8", top=2)
     assert [trial.known_by for trial in found.trials[:2]] == ["compiler"] * 2
     assert not any(trial.error for trial in found.trials)
 
