@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import os
@@ -134,6 +135,38 @@ def test_a_call_that_waits() -> None:
     with pytest.raises(KeyboardInterrupt):
         time.sleep(20)
     assert time.monotonic() - start < 10
+
+
+def test_a_block_that_returns_is_left() -> None:
+    """The instruction behind `return f()` is no longer guarded by the blocks around it."""
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            done.append("left")
+
+    def in_with() -> None:
+        with block():
+            return atomic()
+
+    def in_try() -> None:
+        try:
+            with block(), torch.no_grad():
+                return atomic()
+        finally:
+            done.append("finally")
+
+    def by_another() -> None:
+        in_with()
+        after()
+
+    for work, ends in ((in_with, ["left"]), (by_another, ["left"]), (in_try, ["left", "finally"])):
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert done == ["atomic 0", "atomic 1", "atomic 2", *ends]
+        assert torch.is_grad_enabled()
 
 
 def test_a_destructor_does_not_swallow_it() -> None:

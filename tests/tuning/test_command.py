@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from xla_dtensor.planning.command import main as plan
 from xla_dtensor.tuning import Trial, Tuned
 from xla_dtensor.tuning.command import main
 
@@ -80,6 +83,82 @@ def test_a_script_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "has called no compiled step" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("raise SystemExit(0)", "has ended by itself (0) and has called no compiled step"),
+        ("raise KeyError('mine')", "line 18: KeyError: 'mine'"),
+        ("train(x.reshape(3, -1))", "RuntimeError: shape '[3, -1]' is invalid"),
+    ],
+)
+def test_a_script_that_fails_with_each_mesh(
+    last: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 is for what doesn't fit, 0 for what does."""
+    path, saved = tmp_path / "train.py", tmp_path / "found.json"
+    path.write_text(SCRIPT.replace("train(x)\nraise", f"{last}\nraise"))
+    assert main([str(path), "--topology", "cpu:8", "--mesh", "tp=8", "--save", str(saved)]) == 2
+    assert said in capsys.readouterr().err
+    json.loads(saved.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+@pytest.mark.parametrize("begin", ["def (", "import nothing_of_this_name", "1 / 0"])
+def test_a_script_that_fails_at_once(
+    begin: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"{begin}\n{SCRIPT}")
+    assert main([str(path), "--topology", "cpu:8"]) == 2
+    assert plan([str(path), "--topology", "cpu:8"]) == 2
+    assert capsys.readouterr().err.count('train.py", line 1') == 2
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.device_mesh", "xla_dtensor"])
+def test_a_module_that_makes_the_mesh(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is imported by the first of several runs."""
+    name = f"meshes_of_{module.replace('.', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"from {module} import init_device_mesh as made\n")
+    path = tmp_path / "train.py"
+    path.write_text(f"import {name}\n" + SCRIPT.replace("xd.init_device_mesh", f"{name}.made"))
+    assert main([str(path), "--topology", "cpu:8", "--mesh", "tp=4"]) == 0
+    assert "best: --mesh dp=2,tp=4" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_script_that_makes_its_mesh_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    made = 'xd.init_device_mesh("xla", (1, 1)'
+    other = 'torch.distributed.DeviceMesh("xla", torch.arange(8).view(2, 4)'
+    path.write_text(SCRIPT.replace(made, other))
+    assert main([str(path), "--topology", "cpu:8"]) == 2
+    assert "makes no mesh by init_device_mesh" in capsys.readouterr().err
+
+
+def test_one_mesh_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("train(x)\n", "[0, 1, 2][mesh.size(0) - 1]\ntrain(x)\n"))
+    assert main([str(path), "--topology", "cpu:8"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("line 18: IndexError") == 2 and "inf" not in said
+    assert "best: --mesh dp=2,tp=4" in said or "best: --mesh dp=1,tp=8" in said
+
+
+def test_what_cannot_be_saved(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was found is said all the same, and the other files are written."""
+    saved = [str(tmp_path / name) for name in ("a.png", "no/a.json", "a.txt")]
+    command = [str(script), "--topology", "cpu:8", "--mesh", "tp=8"]
+    assert main([*command, *(word for path in saved for word in ("--save", path))]) == 2
+    said = capsys.readouterr()
+    assert "best: --mesh dp=1,tp=8" in said.out and (tmp_path / "a.txt").exists()
+    assert "nobody knows how long" in said.err and "No such file" in said.err
+
+
 def test_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """1 is for what doesn't fit."""
     assert main([str(tmp_path / "nothing.py"), "--topology", "cpu:8"]) == 2
@@ -103,7 +182,7 @@ def test_sizes_among_the_scripts_arguments(
     )
     path.write_text("import sys" + text.replace("mesh = xd.init_device_mesh(", known))
     command = [str(path), "--topology", "cpu:8", "--mesh", "dp=2"]
-    assert main([*command, "--", "--dp={dp}", "{tp}"]) == 1  # the only one is refused
+    assert main([*command, "--", "--dp={dp}", "{tp}"]) == 2  # the only one is refused
     said = capsys.readouterr()
     assert "AssertionError: no four" in said.out
     command[-1] = "tp=2"

@@ -147,6 +147,32 @@ def test_parameters_that_are_frozen_stay_so() -> None:
     assert [n for n, p in laid_out.named_parameters() if not p.requires_grad] == ["head.weight"]
 
 
+class Twice(nn.Module):
+    """One parameter that its module has by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(64, 64) / 8)
+        self.down = self.up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.up) @ self.down.T
+
+
+def test_one_parameter_with_two_names() -> None:
+    own = Configuration({"tp": 8}, (None,), "nothing", {"up": (0,), "down": (0,)})
+    there: dict[str, Any] = {}
+    exec(compile(own.as_code(), "<code>", "exec"), there)
+    same = training(Twice, torch.optim.SGD, 0.1)
+    expected = same(lambda model: model)
+    steps = [xd.compile(same(parallelize)) for parallelize in (own.apply, there["parallelize"])]
+    for _ in range(2):
+        loss = expected(batch(8)[0])
+        for step in steps:
+            found = step(*own.place(batch(8)[0])).full_tensor().cpu()
+            torch.testing.assert_close(found, loss, rtol=1e-4, atol=1e-5)
+
+
 def test_json_has_all_of_it() -> None:
     own = CONFIGURATIONS["one layer apart"]
     found = Configuration(**json.loads(json.dumps(own.as_dict())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_what_does_not_fit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
     needed = whole.trials[0].estimate.memory
     have_memory(monkeypatch, 0.8 * needed)
-    found = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=1)
+    found = xd.tune(build(256), batch(4096, 256), topology="cpu:8", dims=("dp",), top=0)
     own = found.best
     assert any(cut(own, f"layers.0.{part}.weight") != (None,) for part in ("up", "down"))
     assert found.trials[0].estimate.memory <= 0.8 * needed
@@ -140,19 +141,43 @@ def test_json_and_files(tmp_path: Any) -> None:
         Tuned.from_json("{}")
 
 
+def test_the_table_says_what_its_times_have_in_them() -> None:
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
+    assert "latencies" not in str(found)  # nobody knows any of them
+    estimated = replace(found.trials[1], estimate=replace(found.trials[1].estimate, compute=1.0))
+    said = str(replace(found, trials=(found.trials[0], estimated)))
+    assert "estimate: products, collectives and" in said and "compiler: " not in said
+
+
 def test_nothing_fits() -> None:
     found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
-    from dataclasses import replace
-
     none = Tuned("cpu:8", tuple(replace(t, available=1024.0, report=None) for t in found.trials))
     assert not none.fits and "doesn't fit" in str(none)
     with pytest.raises(RuntimeError, match=r"nothing fits on cpu:8: dp=8 .* needs .* of 1\.0 KiB"):
         none.best  # noqa: B018
 
 
+@pytest.mark.parametrize("granted", [0.5, 2.0])
+def test_what_is_to_stay_free_does(granted: float) -> None:
+    """Whatever XLA would allow a compiled step, and whatever was asked for."""
+    (trial,) = xd.tune(build(), batch(64), topology="cpu:8", mesh={"tp": 8}, top=1).trials
+    assert trial.report is not None and trial.fits
+    memory = replace(trial.report.memory, available=int(granted * trial.memory))
+    report = replace(trial.report, memory=memory)
+    asked = 0.9 * trial.memory if granted > 1 else 1.1 * trial.memory
+    short = Tuned("cpu:8", (replace(trial, available=asked, report=report),))
+    assert not short.fits and "doesn't fit" in str(short)
+    limit = min(granted, 0.9) * trial.memory / 1024
+    assert f"on a device of {limit:.1f} KiB" in short.lacks()
+
+
+@pytest.mark.parametrize("recompute", [("all",), "layers", ()])
+def test_what_may_be_computed_again(recompute: Any) -> None:
+    with pytest.raises(ValueError, match=r"recompute=.*: it has nothing, attention, layers"):
+        xd.tune(build(), batch(8), topology="cpu:8", recompute=recompute)
+
+
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match="has nothing, attention, layers"):
-        xd.tune(build(), batch(8), topology="cpu:8", recompute=("all",))
     with pytest.raises(ValueError, match="reserve=2"):
         xd.tune(build(), batch(8), topology="cpu:8", reserve=2)
     with pytest.raises(TopologyError, match="name a kind and a shape"):
@@ -161,6 +186,26 @@ def test_mistakes_are_named() -> None:
         xd.tune(build(), batch(8), topology="cpu:8", mesh={"tp": 3})
     with pytest.raises(ValueError, match=r"hasn't called parallelize\(model\)"):
         xd.tune(lambda parallelize: lambda x, y: x, batch(8), topology="cpu:8")
+    x, y = batch(8)
+    for one in (x, {"x": x, "y": y}):
+        with pytest.raises(ValueError, match=f"batch is a {type(one).__name__}: give the step's"):
+            xd.tune(build(), one, topology="cpu:8")
+
+
+def test_an_optimizer_of_before_is_refused() -> None:
+    def late(parallelize: Any) -> Any:
+        model = nn.Linear(64, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        parallelize(model)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    with pytest.raises(ValueError, match=r"an optimizer before it called parallelize\(model\)"):
+        xd.tune(late, batch(64), topology="cpu:8", top=0)
 
 
 def test_a_model_without_layers_is_not_computed_again() -> None:
@@ -188,7 +233,8 @@ def test_tied_weights_lie_alike() -> None:
     tokens = torch.arange(32).reshape(4, 8)
 
     tied = training(Tied, torch.optim.SGD, 0.1)
-    pinned = {"table.weight": {"tp": 0}}
+    # By any of its names, of which the first pattern counts.
+    pinned = {"head.*": {"tp": 0}, "head.weight": {"tp": 1}}
     found = xd.tune(tied, (tokens,), topology="cpu:8", mesh={"tp": 8}, pinned=pinned, top=1)
     assert cut(found.best, "table.weight") == cut(found.best, "head.weight") == (0,)
     expected, step = tied(lambda model: model), xd.compile(tied(found.best.apply))
@@ -228,6 +274,8 @@ def test_two_models_are_refused() -> None:
     [
         ({"no.such": {"tp": 0}}, "no parameter is called no.such"),
         ({"head.*": {"xp": 0}}, "by the names of mesh dims"),
+        ({"head.*": 0}, "by the names of mesh dims"),
+        ({"head.*": {"tp": 1}}, "head.bias has 1 dims"),
         ({"head.*": {"tp": -1}}, "counted from 0"),
     ],
 )
@@ -305,7 +353,7 @@ def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_gpu_compiler
 def test_the_compiler_of_absent_gpus_is_asked() -> None:
     """By threads that know nothing of the `xd.abstract` block in which steps are traced."""
-    found = xd.tune(build(), batch(64), topology="h100:1x8", top=2)
+    found = xd.tune(build(), batch(7), topology="h100:1x8", top=2)
     assert [trial.known_by for trial in found.trials[:2]] == ["compiler"] * 2
     assert not any(trial.error for trial in found.trials)
 
@@ -421,6 +469,22 @@ def test_one_that_cannot_be_compiled_is_said_so(monkeypatch: pytest.MonkeyPatch)
     ]
     assert found.trials[0].report is not None and not found.trials[0].error
     assert not any(trial.fits for trial in found.trials if trial.error)
+
+
+def test_the_next_are_compiled_where_the_best_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best is one that the compiler has seen, as long as there is one."""
+    lowered, asked = tuner.lowered_plan, []
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        if len(asked) < 3:
+            raise TypeError("no such instruction")
+        return lowered(*args, **kwargs)
+
+    monkeypatch.setattr(tuner, "lowered_plan", refusing)
+    found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
+    assert len(asked) == 3 and not found.trials[0].error and found.trials[0].report is not None
+    assert [trial.error for trial in found.trials[-2:]] == ["TypeError: no such instruction"] * 2
 
 
 def test_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ for signals too: with every operation that autograd records it asks our device g
 ``noexcept`` function, through pybind11, whose ``str()`` handles signals (``PyObject_Str``). The
 handler sees the user's frame, as if that were all. So it raises nothing itself. It has the frame
 traced (``sys.settrace``), and raises when the frame gets to its next instruction: then C++ is done
-with the operation, version counters and graph included. A call that waits (``time.sleep``,
+with the operation, version counters and graph included. (Or its caller, if that instruction already
+leaves a ``with`` or ``try``, whose end would be skipped.) A call that waits (``time.sleep``,
 ``input``) never gets there, but goes on waiting when its signal handler hasn't raised: therefore
 the signal is sent again a little later, and if nothing at all has happened since, it is raised.
 
@@ -35,6 +36,7 @@ from __future__ import annotations
 import _signal  # signal.getsignal makes an enum of each answer, which takes ten times as long
 import _thread
 import contextlib
+import dis
 import enum
 import gc
 import os
@@ -197,9 +199,7 @@ class Handler:
             return
         waiting.where = where if outside is frame else None
         if not debugger:
-            waiting.frame = outside
-            outside.f_trace = _raise_waiting
-            outside.f_trace_opcodes = True
+            waiting.wait_in(outside)
             sys.settrace(_see_calls)
         _send_again(signum)
 
@@ -214,8 +214,16 @@ class _Waiting:
     handler: Handler  # which got the last one
     # The frame with whose next instruction it is to be raised.
     frame: types.FrameType | None = None
+    # Where that goes on after an exception: the end of the innermost `with` or `try` that it is in.
+    guard: int | None = None
     # The frame that the last one came in, and its instruction; None: it has gone on.
     where: tuple[types.FrameType, int] | None = None
+
+    def wait_in(self, frame: types.FrameType) -> None:
+        """Let it be raised with this frame's next instruction."""
+        self.frame, self.guard = frame, _guard(frame)
+        frame.f_trace = _raise_waiting
+        frame.f_trace_opcodes = True
 
     def raise_(self, signum: int, frame: types.FrameType) -> None:
         """Call what handled the signal before."""
@@ -249,7 +257,20 @@ def _raise_waiting(frame: types.FrameType, event: str, arg: Any) -> None:
     frame.f_trace_opcodes = False
     for signum, waiting in _waiting.items():
         if waiting.frame is frame and waiting.count and _outside(frame, forced=True) is frame:
-            waiting.raise_(signum, frame)
+            caller = _outside(frame.f_back, forced=True)
+            # Of `return f()` in a block the next instruction leaves that, and has to.
+            if caller is not None and _guard(frame) != waiting.guard != frame.f_lasti:
+                waiting.wait_in(caller)
+            else:
+                waiting.raise_(signum, frame)
+
+
+def _guard(frame: types.FrameType) -> int | None:
+    for entry in dis.Bytecode(frame.f_code).exception_entries:  # type: ignore[attr-defined]
+        if entry.start <= frame.f_lasti < entry.end:
+            target: int = entry.target
+            return target
+    return None
 
 
 def _see_calls(frame: types.FrameType, event: str, arg: Any) -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +38,9 @@ class NamesOfMesh(dict[str, int]):
 
         def __init__(self, names: Sequence[str]) -> None:
             self.names = tuple(names)
+
+
+_SIZES: ContextVar[dict[str, int] | None] = ContextVar("sizes of a script's mesh", default=None)
 
 
 class _Planned(BaseException):
@@ -61,6 +66,9 @@ def main(arguments: Sequence[str]) -> int:
         report = planned(given.script, script, given.topology, sizes, given.step, given.tokens)
     except XlaDTensorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # the script's; Python's own status, 1, is for what doesn't fit
+        traceback.print_exc()
         return 2
     print(report)
     for path in given.save:
@@ -132,6 +140,7 @@ def planned(
 
     Raises:
         TopologyError: no step was called, or the mesh doesn't fit.
+        Exception: the script's own.
     """
     called: list[str] = []
 
@@ -153,6 +162,11 @@ def planned(
             runpy.run_path(script, run_name="__main__")
     except _Planned as found:
         return found.report
+    except SystemExit as ended:
+        raise TopologyError(
+            f"{script} has ended by itself ({ended.code!r}) and has called no compiled step: what "
+            "is planned is a call of what xd.compile makes"
+        ) from ended
     finally:
         sys.argv = before
         sys.path.pop(0)
@@ -167,11 +181,14 @@ def _mesh_sizes(sizes: dict[str, int]) -> Iterator[None]:
     """Let `init_device_mesh` make meshes of other sizes than it is told, in a script that has them
     by their dims' names."""
     original = device_mesh.init_device_mesh
+    token = _SIZES.set(sizes)
 
     def init_device_mesh(
         device_type: str, mesh_shape: Any, *args: Any, mesh_dim_names: Any = None, **kwargs: Any
     ) -> Any:
         names = tuple(mesh_dim_names or ())
+        # Not those above: a module that the script imports has the function of the first run.
+        sizes = _SIZES.get()
         if isinstance(sizes, NamesOfMesh) and device_type == "xla":
             if not names:
                 raise TopologyError(
@@ -197,3 +214,4 @@ def _mesh_sizes(sizes: dict[str, int]) -> Iterator[None]:
     finally:
         for place, function in known:
             place.init_device_mesh = function
+        _SIZES.reset(token)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ _NAME = re.compile(r"\{([a-z]\w*)\}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 where nothing fits into the memory."""
+    """Run the command; its exit status: 1 where nothing fits into the memory, 2 where something is
+    wrong."""
     own, script = of_script(arguments)
     given = _parser().parse_args(own)
     for path in given.save:
@@ -44,9 +45,20 @@ def main(arguments: Sequence[str]) -> int:
     except XlaDTensorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except Exception:  # the script's; Python's own status, 1, is for what doesn't fit
+        traceback.print_exc()
+        return 2
     print(found)
+    status = 0
     for path in given.save:
-        found.save(path)
+        try:
+            found.save(path)
+        except (ValueError, OSError, ImportError) as error:
+            print(f"--save {path}: {error}", file=sys.stderr)
+            status = 2
+    if all(trial.error for trial in found.trials):
+        print(f"nothing could be looked at: {found.lacks()}", file=sys.stderr)
+        return 2
     if not found.fits:
         print(f"nothing fits: {found.lacks()}")
         return 1
@@ -55,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"best: {shlex.join(filled(script, best))}")
     else:
         print(f"best: --mesh {','.join(f'{name}={size}' for name, size in best.items())}")
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +121,10 @@ def tuned(
     try:
         if not names:
             planned(script, arguments, topology, NamesOfMesh(), step)
+            raise TopologyError(
+                "the script makes no mesh by init_device_mesh, so its sizes are its own: let it "
+                "take them as arguments, named behind -- as in --dp={dp}"
+            )
     except NamesOfMesh.Found as found:
         names = found.names
     wanting = set(fixed) - set(names)
@@ -172,9 +188,12 @@ def _trial(
             report = planned(script, filled(arguments, own.mesh), topology, {}, step)
         else:
             report = planned(script, arguments, topology, dict(own.mesh), step)
-    except (XlaDTensorError, RuntimeError, ValueError, AssertionError) as error:
-        nothing = Estimate(math.inf, math.inf, 0.0, None, {})
-        return Trial(own, nothing, error=f"{type(error).__name__}: {error}")
+    except Exception as error:
+        nothing = Estimate(0.0, 0.0, 0.0, None, {})
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == script]
+        where = f"line {lines[-1]}: " if lines else ""
+        return Trial(own, nothing, error=f"{where}{type(error).__name__}: {error}")
     needed: Any = report.memory.needed
     moved = float(report.collective_bytes)
     price = moved + report.flops_per_device / WORK_PER_BYTE

@@ -83,7 +83,9 @@ class Configuration:
         mesh, names = self.device_mesh(), {m: name for name, m in model.named_modules()}
 
         def lay_out(_: str, module: nn.Module, mesh: Any) -> None:
-            for key, parameter in list(module.named_parameters(recurse=False)):
+            # With those that the module has by another name, too: each is told where it lies.
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            for key, parameter in list(own):
                 path = f"{names[module]}.{key}" if names[module] else key
                 dims = self.parameters.get(path, (None,) * len(self.mesh))
                 laid_out = distribute_tensor(parameter.detach(), mesh, placements(dims))
@@ -268,10 +270,11 @@ def parallelize(model: nn.Module) -> nn.Module:
     names = {{module: name for name, module in model.named_modules()}}
 
     def lay_out(_, module, mesh):
-        for key, parameter in list(module.named_parameters(recurse=False)):
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        for key, parameter in list(own):
             path = f"{{names[module]}}.{{key}}" if names[module] else key
-            own = PLACEMENTS.get(path, PLACEMENTS.get(pattern_of(path), {whole}))
-            laid_out = distribute_tensor(parameter.detach(), mesh, own)
+            lie = PLACEMENTS.get(path, PLACEMENTS.get(pattern_of(path), {whole}))
+            laid_out = distribute_tensor(parameter.detach(), mesh, lie)
             module.register_parameter(key, nn.Parameter(laid_out, parameter.requires_grad))
 
     xd.distribute_module(model, mesh, lay_out)

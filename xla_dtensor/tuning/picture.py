@@ -40,9 +40,9 @@ def picture(tuned: Any, path: Path) -> None:
         sizes = " ".join(f"{name}={size}" for name, size in trial.configuration.mesh.items())
         text = f"{number} {sizes}"
         axes.annotate(text, place, fontsize=7, xytext=(4, 3), textcoords="offset points")
-    available = known[0].available
-    if available is not None:
-        axes.axvline(available / 2**30, color="#a33", ls="--", lw=1, label="memory there is")
+    limit = known[0].limit
+    if limit is not None:
+        axes.axvline(limit / 2**30, color="#a33", ls="--", lw=1, label="memory there is")
     axes.set(xlabel="GiB on a device", ylabel="ms a step", title=f"xd.tune for {tuned.topology}")
     axes.legend(fontsize=8)
     figure.savefig(path)

@@ -10,12 +10,15 @@ the memory is cut. FSDP, tensor parallelism and their mixtures are what comes ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import torch
 from jax.interpreters import partial_eval
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.call.sources import ArgumentSource, StateSource
@@ -37,6 +40,7 @@ class Problem:
         step: compiled, of a model that is whole on all devices of a mesh.
         batch: its arguments, whole likewise.
         model: that it trains.
+        replaced: the parameters that it had before it was laid out.
 
     Attributes:
         first: of each parameter's name the one that it is called by, where it has several (tied
@@ -45,13 +49,20 @@ class Problem:
         devices: JAX's, in the mesh's shape.
     """
 
-    def __init__(self, step: CompiledStep, batch: Sequence[Any], model: nn.Module) -> None:
+    def __init__(
+        self,
+        step: CompiledStep,
+        batch: Sequence[Any],
+        model: nn.Module,
+        replaced: Sequence[nn.Parameter],
+    ) -> None:
         self._names: dict[int, str] = {}
         self.first: dict[str, str] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             laid_out: Any = parameter
             self.first[name] = self._names.setdefault(id(laid_out._storage_), name)
-        step.looked_at(tuple(batch), {}, self._look)
+        with _optimizers_have_none_of(replaced):
+            step.looked_at(tuple(batch), {}, self._look)
 
     def _look(self, program: Any) -> None:
         traced, frame = program.traced, program.frame
@@ -67,7 +78,7 @@ class Problem:
         batch: Dims,
         memories: Sequence[float | None],
         prices: Prices,
-        pinned: Callable[[str], Dims | None],
+        pinned: Mapping[str, Dims],
     ) -> Iterator[Solution]:
         """How everything should lie, for each of several sizes of memory, when it is asked for.
 
@@ -75,7 +86,7 @@ class Problem:
             batch: for each mesh dim which dim of the arguments it shards.
             memories: bytes of a device; None if nobody knows how many it has.
             prices: what collectives cost.
-            pinned: says of a parameter's name how it has to lie, or None.
+            pinned: by a parameter's first name how it has to lie.
         """
         every = [self._solved(j, batch, memories, prices, pinned) for j in self._jaxprs]
         first = [next(solutions) for solutions in every]
@@ -89,7 +100,7 @@ class Problem:
         batch: Dims,
         memories: Sequence[float | None],
         prices: Prices,
-        pinned: Callable[[str], Dims | None],
+        pinned: Mapping[str, Dims],
     ) -> Iterator[Solution]:
         known: dict[Any, DimAxes | None] = {}
         arguments, parameters = [], {}
@@ -104,7 +115,7 @@ class Problem:
                 name = self._names.get(id(source.storages[0]))
                 if name is not None:
                     parameters[name] = variable
-                    wanted = pinned(name)
+                    wanted = pinned.get(name)
                     known[variable] = None if wanted is None else self._axes(wanted, ndim)
         alike: dict[Any, list[Any]] = {}
         for name, variable in parameters.items():
@@ -149,3 +160,22 @@ class Solution:
     ) -> None:
         self.choice, self.memory, self.parameters = choice, memory, dict(parameters)
         self.on_host = on_host
+
+
+@contextlib.contextmanager
+def _optimizers_have_none_of(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Refuses an optimizer that steps what the model no longer has: nothing would train."""
+    gone = {id(each) for each in parameters}
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(id(own) in gone for group in optimizer.param_groups for own in group["params"]):
+            raise ValueError(
+                "build(parallelize) has made an optimizer before it called parallelize(model): it "
+                "has the parameters of before, and would train nothing"
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()

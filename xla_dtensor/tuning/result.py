@@ -68,15 +68,16 @@ class Tuned:
             errors = {trial.error for trial in self.trials}
             return "; ".join(sorted(errors)) or "nothing was looked at"
         trial = min(known, key=lambda trial: trial.memory)
-        have = "an unknown size" if trial.available is None else _gib(trial.available)
+        have = "an unknown size" if trial.limit is None else _gib(trial.limit)
         return (
             f"{trial.configuration.describe()} needs {_gib(trial.memory)} on a device of {have}: "
-            "take more devices, a smaller batch, or let xd.tune compute layers again (recompute=)"
+            "take more devices or a smaller batch, or compute more of it again"
         )
 
     def table(self, count: int = 20) -> str:
         """The first so many, a line each: seconds of a step and who says so, what the chip's peak
-        and the links allow at the least, memory and bytes of collectives on a device."""
+        and the links allow at the least, memory and bytes of collectives on a device. Below it is
+        said what these times have in them, and the notes."""
         head = ("", "step", "by", "at least", "memory", "moves", "configuration")
         rows = [head, *(self._row(i, t) for i, t in enumerate(self.trials[:count], 1))]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
@@ -86,7 +87,9 @@ class Tuned:
         ]
         left = len(self.trials) - count
         more = [f"and {left} more"] if left > 0 else []
-        return "\n".join([f"xd.tune for {self.topology}", *lines, *more, *self.notes])
+        timed = {t.known_by for t in self.trials[:count] if t.seconds is not None and not t.error}
+        meant = [f"{who}: {what}" for who, what in _MEANT.items() if who in timed]
+        return "\n".join([f"xd.tune for {self.topology}", *lines, *more, *meant, *self.notes])
 
     def _row(self, number: int, trial: Trial) -> tuple[str, ...]:
         report, estimate = trial.report, trial.estimate
@@ -94,8 +97,8 @@ class Tuned:
         least = None if report is None else report.bound
         what = trial.configuration.describe()
         if trial.error:
-            what += f": {trial.error.splitlines()[0]}"
-        elif not trial.fits:
+            return (str(number), *["-"] * 5, f"{what}: {trial.error.splitlines()[0]}")
+        if not trial.fits:
             what += ": doesn't fit"
         return (
             str(number),
@@ -152,6 +155,15 @@ class Tuned:
             picture(self, path)
         else:
             raise ValueError(f"{path}: write .json, .txt, .py, .png or .svg")
+
+
+_MEANT = {
+    "compiler": "XLA's order of instructions, each at the peak of the chip, its memory and its "
+    "links; no latencies",
+    "estimate": "products, collectives and the optimizer's state after each other; not what else "
+    "operations read and write, no latencies",
+}
+"""What a time has in it, by who says it."""
 
 
 def _time(seconds: float | None) -> str:

@@ -25,7 +25,7 @@ class Trial:
         estimate: by its layouts alone.
         report: `xd.plan`'s, of what XLA has compiled; None if it wasn't compiled.
         measured: seconds of a step, where the devices are here; None if it wasn't run.
-        available: bytes of a device; None if nobody knows.
+        available: bytes of a device, without those that are to stay free; None if nobody knows.
         error: why it couldn't be compiled or run, or "".
     """
 
@@ -45,11 +45,14 @@ class Trial:
     @property
     def fits(self) -> bool:
         """Whether a device has the memory, as far as anybody knows; what XLA refuses doesn't."""
-        if self.error:
-            return False
-        if self.report is not None and self.report.fits is not None:
-            return self.report.fits
-        return self.available is None or self.memory <= self.available
+        return not self.error and (self.limit is None or self.memory <= self.limit)
+
+    @property
+    def limit(self) -> float | None:
+        """What a step may need: what was asked to stay free does, and XLA has a limit of its own
+        (of a GPU's memory JAX gives programs a part). None if nobody knows."""
+        own = None if self.report is None else self.report.memory.available
+        return min((each for each in (self.available, own) if each is not None), default=None)
 
     @property
     def seconds(self) -> float | None:
@@ -70,8 +73,10 @@ class Trial:
 
     def rank(self) -> tuple[Any, ...]:
         """What is smaller for what is better: first what is measured or compiled and fits, then
-        what is estimated to fit, and last what doesn't."""
+        what is estimated to fit, then what doesn't, and last what is refused."""
         looked_at = self.measured is not None or self.report is not None
+        if self.error:
+            return (3,)
         if not self.fits:
             return (2, self.memory)
         if self.report is not None and self.measured is None and self.report.scheduled is None:

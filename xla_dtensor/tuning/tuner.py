@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation import compile
-from xla_dtensor.errors import TopologyError, XlaDTensorError
+from xla_dtensor.errors import TopologyError
 from xla_dtensor.layouts.prices import BY_BYTES, BY_TIME
 from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning import abstract
@@ -125,9 +126,12 @@ def tune(
         assert found.best.mesh == {"dp": 4} and "all-reduce" in str(found.trials[0].report)
         step = xd.compile(build(found.best.apply))  # on the devices that are here
     """
-    for name in recompute:
-        if name not in RECOMPUTED:
-            raise ValueError(f"recompute={name!r}: it has {', '.join(RECOMPUTED)}")
+    if isinstance(batch, torch.Tensor | Mapping):
+        raise ValueError(
+            f"batch is a {type(batch).__name__}: give the step's arguments, (batch,) if it is one"
+        )
+    if not recompute or isinstance(recompute, str) or {*recompute} - {*RECOMPUTED}:
+        raise ValueError(f"recompute={recompute!r}: it has {', '.join(RECOMPUTED)}")
     takes = {"microbatches", "offload"} & {*inspect.signature(build).parameters}
     takes_parts = "microbatches" in takes
     if microbatches is None:
@@ -138,9 +142,10 @@ def tune(
             "whose step computes its batch in so many parts"
         )
     for pattern, wanted_dims in (pinned or {}).items():
-        if set(wanted_dims) - {*NAMES} or any((d or 0) < 0 for d in wanted_dims.values()):
+        are_dims = isinstance(wanted_dims, Mapping) and {*wanted_dims} <= {*NAMES}
+        if not are_dims or any((d or 0) < 0 for d in wanted_dims.values()):
             raise ValueError(
-                f"pinned[{pattern!r}] = {dict(wanted_dims)}: by the names of mesh dims "
+                f"pinned[{pattern!r}] = {wanted_dims}: by the names of mesh dims "
                 f"({', '.join(NAMES)}) the parameter's dim, counted from 0"
             )
     if not 0 <= reserve < 1:
@@ -150,6 +155,10 @@ def tune(
     if run and not topologies.topology(topology).is_here:
         raise ValueError(f"run=True, and the devices of {topology} aren't here")
     deadline = time.monotonic() + 60 * minutes
+
+    def is_over() -> bool:
+        return time.monotonic() > deadline
+
     search = _Search(build, takes, tuple(batch), topology, pinned or {}, reserve)
     found: list[Trial] = []
     notes: list[str] = []
@@ -181,18 +190,24 @@ def tune(
         what = "nothing" if best is None else best.configuration.describe()
         logger.info("xd.tune: mesh %d of %d: %s", done + 1, len(wanted), what)
     if not found:
-        raise ValueError(f"xd.tune: {'; '.join(search.notes)}, which recompute= asks for")
-    search.check_pins()
+        raise ValueError(f"xd.tune: {'; '.join(sorted(search.notes))}, which recompute= asks for")
     found = sorted(apart(found), key=Trial.rank)
-    chosen = found[:top]
-    logger.info("xd.tune: XLA is asked for the best %d of %d", len(chosen), len(found))
-    asked = search.compiled(chosen, lambda: time.monotonic() > deadline)
-    left = len(chosen) - len(asked)
-    if left:
-        notes.append(f"{left} of the best {top} were not compiled, likewise")
+    asked: dict[int, Trial] = {}
+    for first in range(0, len(found), top) if top else ():
+        # The next ones only where XLA refuses these: what it hasn't seen would be the best then.
+        if first and (is_over() or any(t.fits for t in asked.values()) or not found[first].fits):
+            break
+        chosen = found[first : first + top]
+        best_of = first + len(chosen)
+        logger.info("xd.tune: XLA is asked for the best %d of %d", best_of, len(found))
+        asked |= {first + i: t for i, t in search.compiled(chosen, is_over).items()}
+        if len(asked) < best_of:
+            left = best_of - len(asked)
+            notes.append(f"{left} of the best {best_of} were not compiled, likewise")
+            break
     for i, trial in (search.measured(asked) if run else asked).items():
         found[i] = trial
-    notes += search.notes
+    notes += sorted(search.notes)
     return Tuned(topology, tuple(sorted(found, key=Trial.rank)), tuple(notes))
 
 
@@ -211,28 +226,12 @@ class _Search:
         self._chip = self._topology.chip
         memory = None if self._chip is None else self._chip.memory / self._chip.devices
         self._memory = None if memory is None else memory * (1 - reserve)
-        self._errors: set[str] = set()
-        self._pins_met: set[str] = set()
+        self.notes: set[str] = set()
 
     @property
     def count(self) -> int:
         """How many devices there are."""
         return len(self._topology.devices)
-
-    def check_pins(self) -> None:
-        """Refuse patterns that no parameter has.
-
-        Raises:
-            ValueError: there are such.
-        """
-        unknown = set(self._pinned) - self._pins_met
-        if unknown:
-            raise ValueError(f"pinned: no parameter is called {', '.join(sorted(unknown))}")
-
-    @property
-    def notes(self) -> list[str]:
-        """What was met on the way."""
-        return sorted(self._errors)
 
     def meshes(
         self, names: Sequence[str], fixed: Mapping[str, int]
@@ -258,9 +257,11 @@ class _Search:
         None where nothing is computed again, because the model has no equal layers."""
         mesh: dict[str, int] = dict(plain.mesh)
         models: list[nn.Module] = []
+        replaced: list[nn.Parameter] = []
 
         def parallelize(model: nn.Module) -> nn.Module:
             models.append(model)
+            replaced.extend(model.parameters())
             return whole.apply(model)
 
         whole = dataclasses.replace(plain, batch=(None,) * len(mesh))
@@ -277,19 +278,23 @@ class _Search:
                     "of which the others are parts (nn.ModuleList)"
                 )
             model = models[0]
+            pins = self._pins(model)
             if plain.recompute != "nothing" and not computed_again(model, plain.recompute):
-                self._errors.add(_NOTHING_AGAIN[plain.recompute])
+                self.notes.add(_NOTHING_AGAIN[plain.recompute])
                 return []
             compiled = compile(step, layouts="torch")
-            problem = Problem(compiled, whole.place(*self._batch), model)
+            problem = Problem(compiled, whole.place(*self._batch), model, replaced)
             found: list[Trial] = []
-            pinned = self._pinned_by(mesh)
+            pinned = {
+                problem.first[name]: tuple(dims.get(axis) for axis in mesh)
+                for name, dims in pins.items()
+            }
             have = self._memory
             memories = [have] if have is None else [have, _ENOUGH * have]
             prices = BY_BYTES if have is None else BY_TIME  # nobody knows simulated devices' links
             for solution in problem.solutions(plain.batch, memories, prices, pinned):
                 if solution.choice.by_clock:
-                    self._errors.add("the clock has ended HiGHS: another run may find others")
+                    self.notes.add("the clock has ended HiGHS: another run may find others")
                 cost = estimate(problem, solution, self._chip)
                 parameters = {
                     name: solution.parameters.get(first, (None,) * len(mesh))
@@ -360,15 +365,24 @@ class _Search:
 
         return timed(trials, make)
 
-    def _pinned_by(self, mesh: Mapping[str, int]) -> Callable[[str], Dims | None]:
-        def pinned(name: str) -> Dims | None:
-            for pattern, dims in self._pinned.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    self._pins_met.add(pattern)
-                    return tuple(dims.get(axis) for axis in mesh)
-            return None
+    def _pins(self, model: nn.Module) -> dict[str, Mapping[str, int | None]]:
+        """By a parameter's name how it has to lie: as the first pattern says that it has.
 
-        return pinned
+        Raises:
+            ValueError: a pattern that no parameter has, or a dim that one lacks.
+        """
+        found: dict[str, Mapping[str, int | None]] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for pattern, dims in self._pinned.items():
+            names = fnmatch.filter(parameters, pattern)
+            if not names:
+                raise ValueError(f"pinned: no parameter is called {pattern}")
+            for name in names:
+                ndim = parameters[name].ndim
+                if any(d is not None and d >= ndim for d in dims.values()):
+                    raise ValueError(f"pinned[{pattern!r}] = {dict(dims)}: {name} has {ndim} dims")
+                found.setdefault(name, dims)
+        return found
 
 
 @contextlib.contextmanager
@@ -377,7 +391,7 @@ def _errors(trial: Trial) -> Iterator[list[Trial]]:
     found: list[Trial] = []
     try:
         yield found
-    except (XlaDTensorError, RuntimeError, ValueError) as error:
+    except Exception as error:
         found.append(dataclasses.replace(trial, error=f"{type(error).__name__}: {error}"))
 
 
