@@ -149,6 +149,15 @@ def test_the_table_says_what_its_times_have_in_them() -> None:
     assert "estimate: products, collectives and" in said and "compiler: " not in said
 
 
+def test_a_step_takes_what_its_products_take() -> None:
+    """Of a kernel that XLA's order of instructions has no time for, too."""
+    trial = xd.tune(build(), batch(64), topology="cpu:8", mesh={"dp": 8}, top=1).trials[0]
+    assert trial.report is not None
+    report = replace(trial.report, scheduled=1.0, seconds={"compute": 2.0, "memory": 3.0})
+    assert replace(trial, report=report).seconds == 2.0
+    assert replace(trial, report=replace(report, scheduled=4.0)).seconds == 4.0
+
+
 def test_nothing_fits() -> None:
     found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
     none = Tuned("cpu:8", tuple(replace(t, available=1024.0, report=None) for t in found.trials))
