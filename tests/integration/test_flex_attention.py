@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +185,76 @@ def _without_sums(attend: Any) -> Any:
         return out, sums.detach(), highest
 
     return attend_
+
+
+MASKS = {
+    "none": (None, None, None),
+    "causal": (causal, None, None),
+    "documents": (document, None, None),
+    "padding, empty rows": (padding, BATCH, None),
+    "per head": (per_head, None, HEADS),
+}
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_alone(
+    case: str, where: str, groups: int, compiled: bool, mesh_2x4: DeviceMesh
+) -> None:
+    """Where no scores are modified, and nobody asks for the sums."""
+    make_mask, *sizes = MASKS[case]
+    plain, weight = inputs(groups), torch.randn(BATCH, HEADS, LENGTH, DIM)
+
+    def run(attend: Callable[..., Any], place: Any, device: str, step: Any) -> list[Any]:
+        tensors = [place(t.clone()).requires_grad_() for t in plain]
+        c, factor = {name: place(t.clone()) for name, t in CAPTURED.items()}, place(weight)
+
+        def once() -> Any:
+            mask = None
+            if make_mask is not None:
+                length = (LENGTH, LENGTH)
+                mask = create_block_mask(make_mask(c), *sizes, *length, device=device, BLOCK_SIZE=4)
+            out = attend(tensors, mask)
+            (out * factor).sum().backward()
+            return out.detach()
+
+        return [step(once)(), *(t.grad for t in tensors)]
+
+    def ours(tensors: Any, mask: Any) -> Any:
+        return flex_attention(*tensors, None, mask, scale=0.3, enable_gqa=groups > 1)
+
+    wanted = run(lambda t, mask: expected(t, None, mask, 0.3)[0], torch.clone, "cpu", lambda f: f)
+    place = placing(PLACEMENTS[where], mesh_2x4)
+    found = run(ours, place, "xla", xd.compile if compiled else lambda f: f)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(full(mine), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_alone_keeps_no_scores(mesh_2x4: DeviceMesh) -> None:
+    """Of long sequences there is the mask, once for all heads, and no scores."""
+    length = 4096
+    documents = (torch.arange(length) // 1000).to("xla")
+    laid_out = [
+        distribute_tensor(torch.randn(2, 4, length, 16), mesh_2x4, [S(0), S(1)]).requires_grad_()
+        for _ in range(3)
+    ]
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = create_block_mask(
+            lambda b, h, i, j: (i >= j) & (documents[i] == documents[j]),
+            *(None, None, length, length),
+            device="xla",
+        )
+        out = flex_attention(q, k, v, block_mask=mask)
+        out.square().mean().backward()
+        return out.detach()
+
+    text = xd.compile(step).lower(*laid_out).compile().as_text()
+    dtypes = set(re.findall(rf"\b([a-z]+\d*)\[(?:\d+,)*{length},{length}\]", text))
+    assert "pred" in dtypes and not dtypes & {"f32", "f64", "bf16"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -53,9 +53,12 @@ NAMES = {
     # What memory_format=torch.preserve_format means for a tensor with these strides.
     "suggest_memory_format": "torch._prims_common:suggest_memory_format",
     # The operator behind torch.nn.attention.flex_attention, to give it a kernel; what it refuses
-    # devices with; and the mode that lets a mask's function index by tensors.
+    # devices with; what tells kernels which results are asked for; the modifier that it has where
+    # the user gives none; and the mode that lets a mask's function index by tensors.
     "flex_attention": "torch._higher_order_ops.flex_attention:flex_attention",
     "validate_device_of_flex_attention": "torch.nn.attention.flex_attention:_validate_device",
+    "options_of_flex_attention": "torch.nn.attention.flex_attention:_apply_kernel_options",
+    "no_score_mod": "torch.nn.attention.flex_attention:_identity",
     "TransformGetItemToIndex": (
         "torch._dynamo._trace_wrapped_higher_order_op:TransformGetItemToIndex"
     ),

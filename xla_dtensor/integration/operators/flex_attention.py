@@ -3,9 +3,11 @@
 torch's function checks its arguments, then hands them to a higher-order operator through
 ``torch.compile``, for the kernel that inductor writes. XLA is the compiler here, so the operator is
 called without: the score and mask modifiers run once, mapped over all positions, and become
-operations like any others. The function itself stays torch's (it may have been imported under any
-name before us), so three names that it looks up when it is called are ours: what tells which
-devices it supports, the flag by which it leaves ``torch.compile`` out, and the operator's kernels.
+operations like any others. With a mask alone it is `scaled_dot_product_attention`, which keeps no
+scores. The function itself stays torch's (it may have been imported under any name before us), so
+four names that it looks up when it is called are ours: what tells which devices it supports, what
+tells a kernel which results are asked for, the flag by which it leaves ``torch.compile`` out, and
+the operator's kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as torch_module
+from torch.nn.functional import scaled_dot_product_attention
 
 from xla_dtensor.base import torch_private
 from xla_dtensor.base.torch_private import DispatchKey, flex_attention
@@ -42,6 +45,20 @@ def install() -> None:
         return None
 
     torch_private.replace("validate_device_of_flex_attention", validate_device)
+    options = torch_private.options_of_flex_attention
+    bind = inspect.signature(options).bind
+
+    def kernel_options(*args: Any, **kwargs: Any) -> Any:
+        found = options(*args, **kwargs)
+        given = bind(*args, **kwargs).arguments
+        if given["query"].device.type == "xla":
+            # torch's kernels need the sums in backward, whoever asks for them.
+            found["OUTPUT_LOGSUMEXP"] = given["return_lse"] or getattr(
+                given.get("return_aux"), "lse", False
+            )
+        return found
+
+    torch_private.replace("options_of_flex_attention", kernel_options)
     flex_attention.py_impl(DispatchKey.AutogradPrivateUse1)(_attend)
     flex_attention.py_impl(DispatchKey.AutocastPrivateUse1)(_attend_in_lower_precision)
     take_over(torch.compile, _compile)
@@ -128,27 +145,35 @@ def _attend(
     """The result; the logarithm of each row's sum and its highest score, both in powers of two.
 
     Written in torch operations, which autograd records: what the modifiers have captured gets
-    gradients like anything else. The scores are there as a whole, in float32 (float64 of such).
+    gradients like anything else. With a score modifier, or where the sums are asked for, the scores
+    are there as a whole, in float32 (float64 of such).
     """
     groups = query.size(1) // key.size(1)
     batch = query.size(0)
     if key.size(0) not in (1, batch):
         raise RuntimeError(f"Bq and Bkv must broadcast. Got Bq={batch} and Bkv={key.size(0)}")
-    if groups > 1:
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if key.size(0) != batch:
         key, value = (t.expand(batch, *t.shape[1:]) for t in (key, value))
+    sizes = *query.shape[:3], key.size(2)
+    at = [torch.arange(size, device=query.device) for size in sizes]
+    mask = _mask(block_mask, mask_mod_other_buffers, at)
+    asked = kernel_options.get("OUTPUT_LOGSUMEXP", True) or kernel_options.get("OUTPUT_MAX", True)
+    if score_mod is torch_private.no_score_mod and not asked:
+        out = scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=groups > 1
+        )
+        nothing = query.new_empty(0)  # as torch takes what isn't there
+        return _in_order_of(query, out), nothing, nothing
+    if groups > 1:
+        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     scores = query.to(precision) @ key.to(precision).transpose(-2, -1) * scale
-    at = [torch.arange(size, device=scores.device) for size in scores.shape]
-    mask_mod = block_mask[-1]
     with torch_private.TransformGetItemToIndex():
-        mask = _over_positions(mask_mod, (), mask_mod_other_buffers)(*at, *mask_mod_other_buffers)
         modified = _over_positions(score_mod, (0,), score_mod_other_buffers)(
             scores, *at, *score_mod_other_buffers
-        )
-    mask = _with_blocks(mask, block_mask, *at)
-    modified = torch.where(mask, modified.to(precision), -math.inf)
+        ).to(precision)
+    if mask is not None:
+        modified = torch.where(mask, modified, -math.inf)
     # A row of which nothing is left gives zeros, and no gradient that isn't a number.
     empty = (modified == -math.inf).all(-1, keepdim=True)
     finite = modified.masked_fill(empty, 0)
@@ -157,6 +182,23 @@ def _attend(
     out = weights.to(query.dtype) @ value.to(query.dtype)
     highest = modified.detach().amax(-1)
     return _in_order_of(query, out), log_sum / math.log(2), highest / math.log(2)
+
+
+def _mask(
+    block_mask: tuple[Any, ...], others: tuple[Any, ...], at: list[torch.Tensor]
+) -> torch.Tensor | None:
+    """Which scores count, ``[batch, heads, queries, keys]``, with one place where all of a dim are
+    alike; None for all."""
+    mask_mod = block_mask[-1]
+    everything = mask = torch.ones((1,) * 4, dtype=torch.bool, device=at[0].device)
+    if mask_mod is not torch_module.noop_mask:
+        with torch_private.TransformGetItemToIndex():
+            mask = _over_positions(mask_mod, (), others)(*at, *others)
+        for dim in range(4):
+            if mask.stride(dim) == 0:  # vmap has expanded what doesn't depend on it
+                mask = mask.narrow(dim, 0, 1)
+    mask = _with_blocks(mask, block_mask, *at)
+    return None if mask is everything else mask
 
 
 def _over_positions(
