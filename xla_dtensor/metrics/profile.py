@@ -55,7 +55,7 @@ class Profile:
         import torch, xla_dtensor as xd
         step = xd.compile(lambda x: x @ x)
         x = torch.ones(64, 64, device="xla")
-        step(x)
+        y = step(x)
         with xd.metrics.profile(step) as profile:
             y = step(x)
         assert profile.seconds == sum(row.seconds for row in profile.rows) > 0
@@ -87,8 +87,8 @@ class Profile:
 @contextlib.contextmanager
 def profile(*steps: CompiledStep, folder: str | Path | None = None) -> Iterator[Profile]:
     """Run a block under JAX's profiler, and say how long the devices have taken for each module.
-    At the end of the block those arrays are waited for that somebody has: the program of a call
-    whose results are all dropped may not be in it.
+    Where the block begins and ends those arrays are waited for that somebody has: the program of a
+    call whose results are all dropped may not be in it, or, called before the block, may be.
 
     Args:
         steps: compiled steps that run in the block, and have run before it (a compilation would be
@@ -107,7 +107,7 @@ def profile(*steps: CompiledStep, folder: str | Path | None = None) -> Iterator[
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)).to("xla")
         step = xd.compile(lambda x: model(x).square().mean())
         x = torch.randn(512, 64, device="xla")
-        step(x)
+        y = step(x)
         with xd.metrics.profile(step) as profile:
             losses = [step(x) for _ in range(3)]
         print(profile)
