@@ -13,11 +13,11 @@ import argparse
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed
 from torch.distributed import device_mesh
@@ -40,6 +40,7 @@ class NamesOfMesh(dict[str, int]):
             self.names = tuple(names)
 
 
+_Found = TypeVar("_Found")
 _SIZES: ContextVar[dict[str, int] | None] = ContextVar("sizes of a script's mesh", default=None)
 
 
@@ -61,19 +62,30 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if given.script is None or given.topology is None:
         parser.error("name a script and a --topology, or two reports to --compare")
-    try:
-        sizes = mesh_sizes(given.mesh)
-        report = planned(given.script, script, given.topology, sizes, given.step, given.tokens)
-    except XlaDTensorError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # the script's; Python's own status, 1, is for what doesn't fit
-        traceback.print_exc()
+    report = attempted(
+        lambda: planned(
+            *(given.script, script, given.topology, mesh_sizes(given.mesh)),
+            *(given.step, given.tokens),
+        )
+    )
+    if report is None:
         return 2
     print(report)
     for path in given.save:
         report.save(path)
     return 1 if report.fits is False else 0
+
+
+def attempted(work: Callable[[], _Found]) -> _Found | None:
+    """What it gives; None where it, or the script that it runs, fails, and that is said. The exit
+    status is 2 then: Python's own for an error, 1, is for what doesn't fit."""
+    try:
+        return work()
+    except XlaDTensorError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xla_dtensor.errors import TopologyError, XlaDTensorError
+from xla_dtensor.errors import TopologyError
 from xla_dtensor.layouts.prices import WORK_PER_BYTE
-from xla_dtensor.planning.command import NamesOfMesh, mesh_sizes, of_script, planned
+from xla_dtensor.planning.command import NamesOfMesh, attempted, mesh_sizes, of_script, planned
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.jax_runtime import topology_here
 from xla_dtensor.tuning.configuration import Configuration
@@ -38,15 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     if not Path(given.script).is_file():
         print(f"{given.script}: there is no such script", file=sys.stderr)
         return 2
-    try:
-        found = tuned(
-            given.script, script, given.topology, mesh_sizes(given.mesh), given.minutes, given.step
+    found = attempted(
+        lambda: tuned(
+            *(given.script, script, given.topology, mesh_sizes(given.mesh)),
+            *(given.minutes, given.step),
         )
-    except XlaDTensorError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    except Exception:  # the script's; Python's own status, 1, is for what doesn't fit
-        traceback.print_exc()
+    )
+    if found is None:
         return 2
     print(found)
     status = 0
