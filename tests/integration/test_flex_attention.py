@@ -76,6 +76,14 @@ def per_head(c: Captured) -> Any:
     return lambda b, h, i, j: (i - j).abs() <= h
 
 
+def of_keys(c: Captured) -> Any:
+    return lambda b, h, i, j: j < 7
+
+
+def of_queries(c: Captured) -> Any:
+    return lambda b, h, i, j: i < 7
+
+
 CASES = {
     "plain": (no_mod, None, None, None),
     "relative causal": (relative, causal, None, None),
@@ -91,6 +99,8 @@ ALONE = {
     "documents": (no_mod, document, None, None),
     "padding, empty rows": (no_mod, padding, BATCH, None),
     "per head": (no_mod, per_head, None, HEADS),
+    "of keys": (no_mod, of_keys, None, None),
+    "of queries, empty rows": (no_mod, of_queries, None, None),
 }
 PLACEMENTS = {
     "one device": None,
