@@ -11,7 +11,7 @@ import pytest
 
 from xla_dtensor.layouts import folding
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.choose import choices
 
 SIZES = {"dp": 2, "tp": 4}
 DIM = 16
@@ -35,7 +35,7 @@ def choice(hidden: Sequence[int], rows: int = 256) -> Choice:
     known = {v: shapes.get(v.aval.shape) for v in jaxpr.constvars}
     required = [shapes[v.aval.shape] for v in jaxpr.outvars]
     arguments = [v for v in jaxpr.constvars if v.aval.shape == (rows, DIM)]
-    return choose(jaxpr, known, required, SIZES, arguments)
+    return next(choices(jaxpr, known, required, SIZES, arguments))
 
 
 def moves(found: Choice) -> list[tuple[Any, ...]]:
@@ -64,7 +64,7 @@ def test_what_a_loop_stacks_is_as_many_kinds_for_many_layers_as_for_few() -> Non
         jaxpr = jax.make_jaxpr(lambda: jax.grad(loss)(weights))().jaxpr
         known = {v: (("dp",), ()) if v.aval.shape == x.shape else None for v in jaxpr.constvars}
         required = [((), ("tp",)) for _ in jaxpr.outvars]
-        return len(choose(jaxpr, known, required, SIZES).graph.folds.nodes)
+        return len(next(choices(jaxpr, known, required, SIZES)).graph.folds.nodes)
 
     assert kinds(4) == kinds(9)
 
@@ -102,6 +102,6 @@ def test_a_long_chain_stays_small() -> None:
             return y
 
         jaxpr = jax.make_jaxpr(run)().jaxpr
-        return len(choose(jaxpr, {}, [None], SIZES).graph.folds.nodes)
+        return len(next(choices(jaxpr, {}, [None], SIZES)).graph.folds.nodes)
 
     assert kinds(80) == kinds(40)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.choose import choices
 from xla_dtensor.layouts.graph import Graph
 
 SIZES = {"dp": 2, "tp": 4}
@@ -107,7 +107,7 @@ def test_a_choice_keeps_what_is_known() -> None:
     jaxpr = jax.make_jaxpr(lambda: X @ X.T)().jaxpr
     (constant, *_), (result,) = jaxpr.constvars, jaxpr.outvars
     rows, whole = (("dp",), ()), ((), ())
-    choice = choose(jaxpr, {constant: rows}, [whole], SIZES)
+    choice = next(choices(jaxpr, {constant: rows}, [whole], SIZES))
     assert choice.found and choice.of(constant) == rows
     # One move: of the product, which is smaller than what it is made of.
     assert [move.kind for move in choice.moves()] in (["all-gather"], ["all-gather"] * 2)
@@ -121,7 +121,7 @@ def test_several_axes_cut_slices_in_the_order_in_which_they_cut_the_whole() -> N
     jaxpr = jax.make_jaxpr(loop)().jaxpr
     stacked = ((), ("tp", "dp"), ())
     known = {v: stacked for v in jaxpr.constvars if v.aval.shape == weights.shape}
-    choice = choose(jaxpr, known, [None], SIZES)
+    choice = next(choices(jaxpr, known, [None], SIZES))
     (body,) = choice.graph.bodies.values()
     assert choice.graph.group(body.inputs[1]).orders == {0: ("tp", "dp")}
 

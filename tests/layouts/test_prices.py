@@ -15,7 +15,7 @@ import xla_dtensor as xd
 from tests.conftest import make_mesh
 from xla_dtensor.base.strictness import PIN
 from xla_dtensor.layouts.choice import Choice
-from xla_dtensor.layouts.choose import choose
+from xla_dtensor.layouts.choose import choices
 from xla_dtensor.layouts.prices import (
     BY_BYTES,
     BY_TIME,
@@ -45,7 +45,7 @@ def choice(
     sizes = options.pop("sizes", SIZES)
     if "sought" in options:
         options["sought"] = [[variables[i]] for i in options["sought"]]
-    return choose(closed.jaxpr, known, [required], sizes, of, **options)
+    return next(choices(closed.jaxpr, known, [required], sizes, of, **options))
 
 
 def moves(found: Choice) -> list[tuple[str, tuple[str, ...], float]]:

@@ -1,14 +1,15 @@
-"""Operations at which two axes would change places."""
+"""Operations at which two axes would change places, and the order in which axes are chosen."""
 
 from __future__ import annotations
 
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
@@ -20,6 +21,12 @@ from xla_dtensor.layouts.choice import Choice
 def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """As few rows as here are cheaper to move than weights."""
     return (x + F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)).square().sum()
+
+
+def values_of_block() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(32, 64), (128, 64), (128, 64), (64, 128)]
+    return [torch.randn(shape) / 8 for shape in shapes]
 
 
 def chosen(x: Tensor, weights: list[Tensor], expected: Tensor) -> Choice:
@@ -40,9 +47,7 @@ def test_axes_that_changed_places_are_chosen_anew() -> None:
     """ "dp", the first, cut both first products as "tp" cuts all around them; "tp" then had to cut
     them as "dp" does, and neither left that by itself."""
     mesh = make_mesh("2x4")
-    torch.manual_seed(0)
-    shapes = [(32, 64), (128, 64), (128, 64), (64, 128)]
-    values = [torch.randn(shape) / 8 for shape in shapes]
+    values = values_of_block()
     dims = [(0, 1), (1, 0), (1, 1), (1, 0)]
     x, *weights = [
         distribute_tensor(value, mesh, [Shard(d) for d in own])
@@ -54,3 +59,25 @@ def test_axes_that_changed_places_are_chosen_anew() -> None:
     after = chosen(x, weights, expected)
     assert before.turned() and not after.turned()
     assert after.price() < 0.9 * before.price()
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        [(1, 1, 0), (1, None, 1), (1, 1, 1), (1, None, 0)],
+        [(1, 0, 1), (0, None, None), (0, None, 0), (0, 1, None)],
+    ],
+)
+def test_three_axes_are_chosen_in_all_orders(dims: list[tuple[int | None, ...]]) -> None:
+    """In the mesh's order, and backwards, an axis takes what another needed more."""
+    mesh = make_mesh("2x2x2")
+    x, *weights = values = values_of_block()
+    given = [
+        distribute_tensor(value, mesh, [Replicate() if d is None else Shard(d) for d in own])
+        for value, own in zip(values, dims, strict=True)
+    ]
+    expected = block(x, *weights)
+    with patch.object(choose, "ORDERED", 0):
+        before = chosen(given[0], given[1:], expected)
+    after = chosen(given[0], given[1:], expected)
+    assert after.price() < 0.95 * before.price()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,13 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.sharding import AxisType, PartitionSpec
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.lowering.harness import to_numpy
 from xla_dtensor.lowering.attention import blocked as blocked_attention
 from xla_dtensor.lowering.attention import flash as flash_attention
 from xla_dtensor.lowering.attention.blocked import Blocks
-from xla_dtensor.lowering.attention.splash import splash, splash_backward
+from xla_dtensor.lowering.attention.splash import (
+    name_of_call,
+    share_of_blocks,
+    splash,
+    splash_backward,
+)
+from xla_dtensor.lowering.context import Target, at
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +163,44 @@ def test_the_kernel_of_tpus(is_causal: bool) -> None:
         out, log_sums = splash(*arrays, is_causal, 0.2)
         found = splash_backward(to_numpy(grad), *arrays, out, log_sums, is_causal, 0.2)
     assert_close([out, *found], [wanted, *grads], 2e-5)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("length", "keys"), [(512, 512), (512, 256), (256, 512)])
+def test_the_kernel_of_tpus_on_parts_of_the_queries(
+    is_causal: bool, length: int, keys: int
+) -> None:
+    torch.manual_seed(0)
+    inputs = inputs_of(torch.float32, (1,), 4, 2, (length, keys, 64, 64))
+    options = {"is_causal": is_causal, "enable_gqa": True, "scale": 0.2}
+    wanted, (grad, *grads) = torch_says(inputs, None, **options)
+    cut, whole = PartitionSpec(None, None, "cp", None), PartitionSpec()
+    axes = {cut: ((), (), ("cp",), ()), whole: ((),) * 4}
+    mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(cut, cut, whole, whole),
+        out_specs=(cut, cut, whole, whole),
+        check_vma=False,
+    )
+    def each(grad: Any, *tensors: Any) -> Any:
+        with at(Target("cpu", [axes[cut], axes[whole], axes[whole]])):
+            out, log_sums = splash(*tensors, is_causal, 0.2)
+        with at(Target("cpu", [axes[s] for s in (cut, cut, whole, whole)])):
+            found = splash_backward(grad, *tensors, out, log_sums, is_causal, 0.2)
+        return out, found[0], *(jax.lax.psum(x, "cp") for x in found[1:])
+
+    arrays = [jnp.asarray(to_numpy(x)) for x in (grad, *inputs)]
+    assert_close(each(*arrays), [wanted, *grads], 2e-5)
+
+
+def test_what_the_kernel_of_tpus_leaves_out() -> None:
+    """The last part of the queries sees the most."""
+    share = lambda *given: share_of_blocks(name_of_call(*given))
+    assert share(2048, 2048, True) == 10 / 16
+    assert share(512, 2048, True, 4) == 1
+    assert share(1024, 2048, True, 2) == 7 / 8
+    assert share(1024, 2048, False, 2) == 1

@@ -16,7 +16,7 @@ from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
 from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention import flash as flash_attention
-from xla_dtensor.lowering.context import Target, at
+from xla_dtensor.lowering.context import Part, Target, at
 
 HOPPER = (9, 0)
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU here")
@@ -99,7 +99,6 @@ def test_the_program_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a width that isn't a multiple of 8", {"width": 60}),
         ("wider than the kernel", {"width": 512}),
         ("a mask", {"mask": True}),
-        ("a shard of the queries", {"first": "traced"}),
         ("causal and not square", {"keys": 512}),
         ("values of another width", {"value": 32}),
         ("an older GPU", {"generation": (7, 5)}),
@@ -114,10 +113,19 @@ def test_what_goes_in_blocks(why: str, changes: dict[str, Any], monkeypatch: Any
         like = lambda *shape: jax.ShapeDtypeStruct((2, 4, *shape), dtype)
         query, key = like(256, width), like(keys, width)
         value = like(keys, given.get("value", width))
-        return cudnn.takes(query, key, value, given.get("mask"), True, given.get("first", 0))
+        return cudnn.takes(query, key, value, given.get("mask"), True)
 
     assert takes()
     assert not takes(**changes)
+
+
+def test_a_part_of_the_queries_of_a_causal_mask_goes_in_blocks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cudnn, "generation", lambda: HOPPER)
+    monkeypatch.setattr(Target, "part", lambda self, tensor, dim: Part(jnp.int32(1), 2))
+    x = jax.ShapeDtypeStruct((2, 4, 256, 64), jnp.bfloat16)
+    with at(Target("gpu")):
+        assert flash_attention._kernel(x, x, x, None, is_causal=True, index=0) is None
+        assert flash_attention._kernel(x, x, x, None, is_causal=False, index=0) is not None
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU here")

@@ -27,6 +27,9 @@ from xla_dtensor.mesh.domains import slow_axes
 ROUNDS = 2
 """How often each axis is chosen anew, with the others as they are by then."""
 
+ORDERED = 3
+"""Of how many axes all orders are tried; of more the mesh's, and that backwards."""
+
 POINTS = 3
 """At how many points of a program memory is seen to: without one place the next may be too full."""
 
@@ -68,24 +71,7 @@ def choose_for(
     on_gpus = devices.flat[0].platform == "gpu"
     prices = COMPILED_FOR_GPUS if on_gpus else BY_BYTES
     own = jaxpr, known, required, frame.sizes, given, elsewhere
-    return choose(*own, memory, prices, slow=slow_axes(devices, frame.sizes))
-
-
-def choose(
-    jaxpr: Any,
-    known: Mapping[Any, DimAxes | None],
-    required: Sequence[DimAxes | None],
-    sizes: Mapping[str, int],
-    arguments: Sequence[Any] = (),
-    elsewhere: Sequence[Any] = (),
-    memory: float | None = None,
-    prices: Prices = BY_BYTES,
-    sought: Sequence[Sequence[Any]] | None = None,
-    slow: Mapping[str, int] = {},
-) -> Choice:
-    """The layouts of a jaxpr: the one of `choices` for so much memory."""
-    own = jaxpr, known, required, sizes, arguments, elsewhere
-    return next(choices(*own, [memory], prices, sought, slow))
+    return next(choices(*own, [memory], prices, slow=slow_axes(devices, frame.sizes)))
 
 
 def choices(
@@ -93,9 +79,9 @@ def choices(
     known: Mapping[Any, DimAxes | None],
     required: Sequence[DimAxes | None],
     sizes: Mapping[str, int],
-    arguments: Sequence[Any],
-    elsewhere: Sequence[Any],
-    memories: Sequence[float | None],
+    arguments: Sequence[Any] = (),
+    elsewhere: Sequence[Any] = (),
+    memories: Sequence[float | None] = (None,),
     prices: Prices = BY_BYTES,
     sought: Sequence[Sequence[Any]] | None = None,
     slow: Mapping[str, int] = {},
@@ -135,7 +121,7 @@ def choices(
         used, units = {*sizes}, [(axis,) for axis, size in sizes.items() if size > 1]
         graph.keep({*jaxpr.constvars}.difference(arguments))
     chooser = _Chooser(graph, sizes, given, units, batches, used, prices, slow)
-    chooser.settle(chooser.start())
+    chooser.begin()
     chooser.turn_back()
     unbound, alive = chooser.choice, None
     for memory in memories:
@@ -211,27 +197,41 @@ class _Chooser:
             self._points.append((memory - (needed - here), groups))
             self.settle()
 
-    def start(self) -> Unit:
-        """Choose how each axis cuts, once, and give that which was chosen last.
+    def begin(self) -> None:
+        """Choose from the cheapest of `_starts` on, with more than two axes from two of them: which
+        ends best isn't always the first."""
+        found = []
+        for start, last in self._starts()[: 2 if len(self._units) > 2 else 1]:
+            self.choice = start
+            self.settle(last)
+            found.append(self.choice)
+        self.choice = min(found, key=Choice.price)
+
+    def _starts(self) -> list[tuple[Choice, Unit]]:
+        """How each axis cuts, chosen once, and which was the last; the cheapest first, each once.
 
         What comes first is chosen as if all others cut inputs and results alone, and may take a dim
-        that a later one needed more: where experts are over "ep", and "dp" comes first, it may take
-        them for itself. So it is done in both orders, and the cheaper one is taken. Where it is
-        asked how state lies, the batch's axes also leave it whole at first, and have what is left.
+        that a later one needed more ("dp" the experts, before "ep"), so three are taken in all
+        orders. Where it is asked how state lies, the batch's axes also leave it whole at first, and
+        have what is left.
         """
-        found = []
-        ways = [*dict.fromkeys((self._units, self._units[::-1]))]
-        batches = [unit for unit in self._units if unit[0] in self._batches]
+        units = self._units
+        found: dict[float, tuple[Choice, Unit]] = {}  # by price: most orders give the same
+        every = itertools.permutations(units) if len(units) <= ORDERED else (units, units[::-1])
+        ways: list[tuple[Unit, ...]] = [*every]
+        batches = [unit for unit in units if unit[0] in self._batches]
         if any(group.kept for group in self._graph.groups()):
-            ways.append((*batches, *(u for u in self._units if u not in batches), *batches))
-        for units in ways:
-            self.choice = self._nothing()
-            for i, unit in enumerate(units):
-                leaves_state = unit in units[i + 1 :]
-                self.choice.found = self.choice.found and self._choose(unit, leaves_state)
-            found.append((self.choice.price(), units[-1] if units else (), self.choice))
-        _, last, self.choice = min(found, key=lambda each: each[0])
-        return last
+            ways.append((*batches, *(u for u in units if u not in batches), *batches))
+        begun: dict[tuple[tuple[Unit, bool], ...], Choice] = {(): self._nothing()}
+        for way in ways:
+            steps = tuple((unit, unit in way[i + 1 :]) for i, unit in enumerate(way))
+            for i, (unit, leaves_state) in enumerate(steps):
+                if steps[: i + 1] not in begun:
+                    self.choice = begun[steps[:i]].copy()
+                    self.choice.found = self.choice.found and self._choose(unit, leaves_state)
+                    begun[steps[: i + 1]] = self.choice
+            found.setdefault(begun[steps].price(), (begun[steps], way[-1] if way else ()))
+        return [found[price] for price in sorted(found)]
 
     def settle(self, fresh: Unit | None = None) -> None:
         """Choose anew how axes cut, but for one that was chosen just now, as long as that is

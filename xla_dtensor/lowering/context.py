@@ -10,12 +10,22 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 Axes = tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """A shard along one dim: its index, traced where there are several, and how many there are."""
+
+    index: Any
+    of: int
+
+
+WHOLE = Part(0, 1)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,15 @@ class Target:
             dim: which of its dims, from the end or the beginning.
             length: of the shard along it.
         """
+        part = self.part(tensor, dim)
+        return part.index * length if part.of > 1 else 0
+
+    def part(self, tensor: int, dim: int) -> Part:
+        """Which shard it is along a dim; the arguments are those of `start`."""
         axes = self.axes[tensor][dim] if self.axes else ()
-        return jax.lax.axis_index(axes).astype(np.int32) * length if axes else 0
+        if not axes:
+            return WHOLE
+        return Part(jax.lax.axis_index(axes).astype(np.int32), jax.lax.axis_size(axes))
 
 
 _state = threading.local()

@@ -18,9 +18,7 @@ _AMPERE, _HOPPER = (8, 0), (9, 0)
 _NONE = (0, 0)
 
 
-def takes(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, first: Any
-) -> bool:
+def takes(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool) -> bool:
     """Whether cuDNN is there and computes this attention: in 16 bits, and without a mask that is a
     tensor.
 
@@ -29,13 +27,11 @@ def takes(
         key, value: ``[..., key heads, S, E]`` and ``[..., key heads, S, F]``.
         mask: of the scores, or None.
         is_causal: whether a query sees the keys up to its own position.
-        first: the position of the first query.
     """
     if mask is not None or query.dtype not in _DTYPES:
         return False
     # Of a rectangle cuDNN's versions don't agree on which keys are later ones.
-    whole = isinstance(first, int) and first == 0 and query.shape[-2] == key.shape[-2]
-    if is_causal and not whole:
+    if is_causal and query.shape[-2] != key.shape[-2]:
         return False
     return takes_widths(query.shape[-1], value.shape[-1])
 

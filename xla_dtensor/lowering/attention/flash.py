@@ -75,16 +75,18 @@ def _blocks(
 
 
 class _Kernel(NamedTuple):
-    """A platform's own attention."""
+    """A platform's own attention. ``parts``: also of queries that are a device's part of those that
+    a causal mask is for."""
 
     takes: Callable[..., bool]
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array, ...]]
+    parts: bool
 
 
 _KERNELS = {
-    "tpu": _Kernel(splash.takes, splash.splash, splash.splash_backward),
-    "gpu": _Kernel(cudnn.takes, cudnn.cudnn, cudnn.cudnn_backward),
+    "tpu": _Kernel(splash.takes, splash.splash, splash.splash_backward, parts=True),
+    "gpu": _Kernel(cudnn.takes, cudnn.cudnn, cudnn.cudnn_backward, parts=False),
 }
 
 
@@ -94,9 +96,10 @@ def _kernel(
     """The platform's kernel, if it has one for this attention."""
     at = context.here()
     kernel = _KERNELS.get(at.platform)
-    first = at.start(index, -2, query.shape[-2])
-    found = kernel is not None and kernel.takes(query, key, value, mask, is_causal, first)
-    return kernel if found else None
+    if kernel is None or not kernel.takes(query, key, value, mask, is_causal):
+        return None
+    whole = kernel.parts or not is_causal or at.part(index, -2) == context.WHOLE
+    return kernel if whole else None
 
 
 @lowers("xla_dtensor::flash_attention", symbolic_floats=True)

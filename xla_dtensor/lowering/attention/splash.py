@@ -15,31 +15,27 @@ import numpy as np
 
 from xla_dtensor.base import jax_private
 from xla_dtensor.lowering.attention.causal_mask import causal_mask
-from xla_dtensor.lowering.context import here
+from xla_dtensor.lowering.attention.grouped_heads import BACKWARD_QUERY, FORWARD_QUERY
+from xla_dtensor.lowering.context import Part, here
 
 _LANES = 128
 _BLOCK = 512
 _DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
 
 
-def takes(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool, first: Any
-) -> bool:
+def takes(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, is_causal: bool) -> bool:
     """Whether the kernel computes this attention.
 
-    It knows masks when it is compiled, so none that is a tensor, and no causal one of queries of
-    which only the device knows where they begin.
+    It knows masks when it is compiled, so none that is a tensor.
 
     Args:
         query: ``[..., heads, L, E]``.
         key, value: ``[..., key heads, S, E]`` and ``[..., key heads, S, F]``.
         mask: of the scores, or None.
         is_causal: whether a query sees the keys up to its own position.
-        first: the position of the first query.
     """
     return (
         mask is None
-        and not (is_causal and not (isinstance(first, int) and first == 0))
         and query.dtype in _DTYPES
         and query.shape[-2] % _LANES == 0
         and key.shape[-2] % _LANES == 0
@@ -57,11 +53,13 @@ def splash(
         scale: of the scores.
     """
 
+    part = here().part(FORWARD_QUERY, -2)
+
     def attend(*tensors: jax.Array) -> Any:
-        kernel = _kernel(query, key, is_causal, with_log_sums=True)
+        kernel = _kernel(query, key, is_causal, part, with_log_sums=True)
         return jax.vmap(kernel)(*_inputs(scale, *tensors))
 
-    out, (log_sums,) = _named(attend, query, key, is_causal)(query, key, value)
+    out, (log_sums,) = _named(attend, query, key, is_causal, part)(query, key, value)
     out = out.reshape(*query.shape[:-1], out.shape[-1])[..., : value.shape[-1]]
     return out, log_sums.reshape(query.shape[:-1])
 
@@ -77,9 +75,10 @@ def splash_backward(
     scale: Any,
 ) -> tuple[jax.Array, ...]:
     """The gradients of query, key and value, from what `splash` has given."""
+    part = here().part(BACKWARD_QUERY, -2)
 
     def recomputed(*tensors: jax.Array) -> jax.Array:
-        kernel = _kernel(query, key, is_causal, with_log_sums=False)
+        kernel = _kernel(query, key, is_causal, part, with_log_sums=False)
         attended = jax.vmap(kernel)(*_inputs(scale, *tensors))
         return attended.reshape(*query.shape[:-1], attended.shape[-1])[..., : value.shape[-1]]
 
@@ -88,7 +87,7 @@ def splash_backward(
         if of_kernel is None:
             return jax.vjp(recomputed, *tensors)[1](grad)
         inputs, pullback = jax.vjp(lambda *x: _inputs(scale, *x), *tensors)
-        kernel = _kernel(query, key, is_causal, with_log_sums=False)
+        kernel = _kernel(query, key, is_causal, part, with_log_sums=False)
         options = [kernel.kwargs[name] for name in _OPTIONS]
 
         def one(grad: jax.Array, out: jax.Array, log_sums: jax.Array, *qkv: jax.Array) -> Any:
@@ -100,7 +99,7 @@ def splash_backward(
         found = jax.vmap(one)(batched(grad), batched(out), sums, *inputs)
         return pullback([g.astype(x.dtype) for g, x in zip(found, inputs, strict=True)])
 
-    named = _named(backward, query, key, is_causal)
+    named = _named(backward, query, key, is_causal, part)
     found: tuple[jax.Array, ...] = named(grad, out, log_sums, query, key, value)
     return found
 
@@ -154,7 +153,11 @@ def operations_of_kernel(where: str, query: Sequence[int], key: Sequence[int]) -
 
 
 def _named(
-    function: Callable[..., Any], query: jax.Array, key: jax.Array, is_causal: bool
+    function: Callable[..., Any],
+    query: jax.Array,
+    key: jax.Array,
+    is_causal: bool,
+    part: Part,
 ) -> Callable[..., Any]:
     """``function`` under a name that tells `share_of_blocks`."""
 
@@ -163,19 +166,22 @@ def _named(
         with jax.enable_x64(False):
             return function(*tensors)
 
-    call.__name__ = name_of_call(query.shape[-2], key.shape[-2], is_causal)
+    call.__name__ = name_of_call(query.shape[-2], key.shape[-2], is_causal, part.of)
     return jax.jit(call)
 
 
-def name_of_call(length: int, keys: int, is_causal: bool) -> str:
+def name_of_call(length: int, keys: int, is_causal: bool, parts: int = 1) -> str:
     """What `share_of_blocks` reads.
 
     Args:
         length, keys: of the queries and of the keys.
         is_causal: whether a query sees the keys up to its own position.
+        parts: how many devices have ``length`` queries each. The last one's see the most, and
+            the others wait for it.
     """
     rows, columns = _block(length), _block(keys)
-    grid = [(i, j) for i in range(length // rows) for j in range(keys // columns)]
+    first = length * (parts - 1) // rows
+    grid = [(first + i, j) for i in range(length // rows) for j in range(keys // columns)]
     seen = sum(not is_causal or j * columns < (i + 1) * rows for i, j in grid)
     return f"{_NAME}{seen / len(grid)}"
 
@@ -186,17 +192,24 @@ def _inputs(scale: Any, query: jax.Array, *others: jax.Array) -> list[jax.Array]
     return [x.reshape(-1, *x.shape[-3:]) for x in map(_lanes, (scaled, *others))]
 
 
-def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, *, with_log_sums: bool) -> Any:
-    """The kernel of one element of the batch; ``with_log_sums`` it can't be differentiated."""
+def _kernel(
+    query: jax.Array, key: jax.Array, is_causal: bool, part: Part, *, with_log_sums: bool
+) -> Any:
+    """The kernel of one element of the batch; ``with_log_sums`` it can't be differentiated.
+
+    Args:
+        part: which of the parts of all queries these are.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
     )
 
-    heads, shape = query.shape[-3], (query.shape[-2], key.shape[-2])
-    rows, columns = map(_block, shape)
+    parts = part.of if is_causal else 1  # else all queries see the same
+    heads, shape = query.shape[-3], (parts * query.shape[-2], key.shape[-2])
+    rows, columns = _block(query.shape[-2]), _block(key.shape[-2])
     kind = causal_mask if is_causal else splash_attention_mask.FullMask
-    return splash_attention_kernel.make_splash_mha(
+    kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([kind(shape) for _ in range(heads)]),
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=rows,
@@ -209,10 +222,33 @@ def _kernel(query: jax.Array, key: jax.Array, is_causal: bool, *, with_log_sums:
             block_kv_dq=columns,
         ),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=parts,
         save_residuals=with_log_sums,
         interpret=here().platform != "tpu",  # for tests
     )
+    return kernel if parts == 1 else _of_part(kernel, part)
+
+
+def _of_part(kernel: Any, part: Part) -> Any:
+    """A kernel that knows the mask of all parts of the queries, for one of them."""
+
+    def own(name: str, table: Any) -> Any:
+        if table is None:
+            return None
+        axis = 0 if name == "q_sequence" else 1  # the others begin with the heads
+        size = table.shape[axis] // part.of
+        return jax.lax.dynamic_slice_in_dim(table, part.index * size, size, axis)
+
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    cut = [
+        info._replace(**{name: own(name, info._asdict()[name]) for name in _BY_QUERIES})
+        for info in infos
+    ]
+    return type(kernel)(*cut, **kernel.kwargs)
+
+
+_BY_QUERIES = ("data_next", "mask_next", "block_mask", "q_sequence")
+"""The tables of JAX's ``MaskInfo`` that tell of queries, or of blocks of them, one by one."""
 
 
 def _filled(x: jax.Array) -> int:
