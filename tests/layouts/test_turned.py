@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +15,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import xla_dtensor as xd
 from tests.conftest import make_mesh
+from tests.layouts.test_prices import choice
 from xla_dtensor.compilation.program import executable
 from xla_dtensor.layouts import choose
 from xla_dtensor.layouts.choice import Choice
+from xla_dtensor.layouts.prices import BY_TIME
 
 
 def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -81,3 +85,36 @@ def test_three_axes_are_chosen_in_all_orders(dims: list[tuple[int | None, ...]])
         before = chosen(given[0], given[1:], expected)
     after = chosen(given[0], given[1:], expected)
     assert after.price() < 0.95 * before.price()
+
+
+def test_axes_change_places_in_state() -> None:
+    """Of a weight that both axes cut each alone would have to go where the other is."""
+    sizes = {"dp": 16, "tp": 4}
+    given: Any = [((1024, 32), (("dp",), ())), ((4096, 512), None), ((512, 4096), None)]
+
+    def updated(tokens: Any, *weights: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            table, out = (each.astype(jnp.bfloat16) for each in weights)
+            return jnp.square(table[tokens.astype(int)] @ out).sum()
+
+        pairs = zip(weights, jax.grad(loss)(weights), strict=True)
+        return sum((weight - gradient).sum() for weight, gradient in pairs)
+
+    def found() -> Choice:
+        return choice(updated, given, (), (0,), sought=[1, 2], prices=BY_TIME, sizes=sizes)
+
+    changed: list[float] = []
+
+    def change_places(chooser: choose._Chooser) -> None:
+        chooser.choice = chooser.choice.copy()
+        for group, states in chooser.choice.states.items():
+            dp, tp = states.get(("dp",)), states.get(("tp",))
+            if group.kept and dp is not None and tp is not None and dp != tp:
+                states[("dp",)], states[("tp",)] = tp, dp
+        chooser.settle()
+        changed.append(chooser.choice.price())
+
+    best = found().price()
+    with patch.object(choose._Chooser, "turn_back", change_places):
+        again = found().price()
+    assert again == best < changed[0]

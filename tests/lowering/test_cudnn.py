@@ -16,7 +16,7 @@ from tests.lowering.harness import to_numpy
 from tests.lowering.test_blocked_attention import assert_close, inputs_of, torch_says
 from xla_dtensor.lowering.attention import cudnn
 from xla_dtensor.lowering.attention import flash as flash_attention
-from xla_dtensor.lowering.context import Part, Target, at
+from xla_dtensor.lowering.context import ShardNumber, Target, at
 
 HOPPER = (9, 0)
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU here")
@@ -121,7 +121,7 @@ def test_what_goes_in_blocks(why: str, changes: dict[str, Any], monkeypatch: Any
 
 def test_a_part_of_the_queries_of_a_causal_mask_goes_in_blocks(monkeypatch: Any) -> None:
     monkeypatch.setattr(cudnn, "generation", lambda: HOPPER)
-    monkeypatch.setattr(Target, "part", lambda self, tensor, dim: Part(jnp.int32(1), 2))
+    monkeypatch.setattr(Target, "part", lambda self, tensor, dim: ShardNumber(jnp.int32(1), 2))
     x = jax.ShapeDtypeStruct((2, 4, 256, 64), jnp.bfloat16)
     with at(Target("gpu")):
         assert flash_attention._kernel(x, x, x, None, is_causal=True, index=0) is None

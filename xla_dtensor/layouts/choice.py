@@ -10,7 +10,6 @@ from typing import Any
 
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.integer_program import AxisChoice
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY
 from xla_dtensor.layouts.parts import DimAxes, Group, nbytes_of
 from xla_dtensor.layouts.prices import (
@@ -26,6 +25,7 @@ from xla_dtensor.layouts.prices import (
     local_bytes,
     toll,
 )
+from xla_dtensor.layouts.solving.integer_program import AxisChoice
 
 Unit = tuple[str, ...]
 """Mesh axes that shard the same dims wherever one of them does: one axis to the step."""

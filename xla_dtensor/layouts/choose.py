@@ -1,26 +1,22 @@
-"""Chooses the layouts of a step's values, one mesh axis after the other (`integer_program.py`)."""
+"""Chooses the layouts of a step's values, one mesh axis after the other (`solving/`)."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from xla_dtensor.layouts.choice import Choice, Unit, state_of, units_of
-from xla_dtensor.layouts.factors import Factor
+from xla_dtensor.layouts.axis import AxisToChoose, Barred
+from xla_dtensor.layouts.choice import Choice, Unit, units_of
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.integer_program import AxisChoice
 from xla_dtensor.layouts.memory import Alive, Point
-from xla_dtensor.layouts.parts import DimAxes, Group, dim_axes
+from xla_dtensor.layouts.parts import DimAxes, dim_axes
 from xla_dtensor.layouts.prices import (
     BY_BYTES,
     COMPILED_FOR_GPUS,
-    Other,
     Prices,
-    State,
-    local_bytes,
 )
+from xla_dtensor.layouts.solving.integer_program import AxisChoice
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.domains import slow_axes
 
@@ -32,9 +28,6 @@ ORDERED = 3
 
 POINTS = 3
 """At how many points of a program memory is seen to: without one place the next may be too full."""
-
-Barred = Mapping[tuple[int, Unit], Factor]
-"""Of kinds of nodes, and units, by what these may not cut those."""
 
 
 def choose_for(
@@ -123,6 +116,7 @@ def choices(
     chooser = _Chooser(graph, sizes, given, units, batches, used, prices, slow)
     chooser.begin()
     chooser.turn_back()
+    chooser.exchange()
     unbound, alive = chooser.choice, None
     for memory in memories:
         found = unbound
@@ -269,9 +263,30 @@ class _Chooser:
             found.append((self.choice.price(), self._barred, self.choice))
         _, self._barred, self.choice = min(found, key=lambda each: each[0])
 
+    def exchange(self) -> None:
+        """Let two axes change places where they cut state, if that is cheaper: neither alone can,
+        as the other is where it would have to go."""
+        for group in [
+            group for group in self._graph.groups() if group.kept and group.known is None
+        ]:
+            for one, other in itertools.combinations(self._units, 2):
+                before = self.choice
+                states = {**before.states.get(group, {})}
+                here, there = states.get(one), states.get(other)
+                if here is None or there is None or here == there:
+                    continue
+                sizes = {here: before.size(other), there: before.size(one)}
+                if any(group.shape[dim] % size for dim, size in sizes.items()):
+                    continue
+                self.choice = before.copy()
+                self.choice.states[group] = {**states, one: there, other: here}
+                self.settle()
+                if self.choice.price() >= before.price():
+                    self.choice = before
+
     def _choose(self, unit: Unit, leaves_state: bool = False) -> bool:
         """Choose how a unit cuts; whether there is a way."""
-        axis = _Axis(
+        axis = AxisToChoose(
             *(self.choice, unit, self._together, self._barred),
             always=unit[0] in self._batches,
             leaves_state=leaves_state,
@@ -281,120 +296,3 @@ class _Chooser:
         if found.found:
             self.choice.cut(unit, found)
         return found.found
-
-
-class _Axis:
-    """A mesh axis, or a unit of several, with the others as they are: what `AxisChoice` asks.
-
-    Args:
-        choice: how the others cut.
-        unit: the axis.
-        together: pairs of axes that may cut one dim.
-        barred: by what units may not cut nodes.
-        always: as there.
-        leaves_state: whether it may not cut what a step keeps.
-    """
-
-    def __init__(
-        self,
-        choice: Choice,
-        unit: Unit,
-        together: set[tuple[str, str]],
-        barred: Barred,
-        *,
-        always: bool,
-        leaves_state: bool,
-    ) -> None:
-        self._choice, self._unit, self._together = choice, unit, together
-        self._barred = barred
-        self.always, self.prices = always, choice.prices
-        self._leaves_state = leaves_state
-        self.size, self.counts_work = choice.size(unit), unit[0] in choice.used
-        self.inside = choice.inside(unit)
-        # One node of each kind: equal nodes are cut alike (`folding.py`).
-        self._some = {kind: n for n, kind in enumerate(choice.graph.folds.kind_of_node)}
-        self.free_dims = functools.cache(self._free_dims)
-        self.local_bytes = functools.cache(self._local_bytes)
-
-    def own(self, axes: DimAxes) -> State:
-        return state_of(axes, self._unit)
-
-    def _free_dims(self, group: Group) -> list[int]:
-        return [d for d in range(len(group.shape)) if self._may_cut(group, d)]
-
-    def _local_bytes(self, group: Group) -> float:
-        return local_bytes(group, self._choice.others(group, self._unit), self._choice.sizes)
-
-    def moved_bytes(self, kind: int, is_result: bool, i: int) -> float:
-        return self._choice.moved_bytes(self._some[kind], self._unit, is_result, i)
-
-    def others(self, kind: int, i: int) -> list[Other]:
-        choice, number = self._choice, self._some[kind]
-        group = choice.graph.group(choice.graph.nodes[number].results[i])
-        assert group is not None
-        found = []
-        for other in choice.units:
-            factor = choice.factors[number].get(other)
-            if other == self._unit or factor is None:
-                continue
-            before, after = factor.results.get(i), state_of(choice.axes(group), other)
-            if before != after and before is not None:
-                nbytes = choice.moved_bytes(number, other, True, i, but=self._unit)
-                is_first = choice.is_first(other, self._unit, True)
-                along = choice.size(other), choice.inside(other)
-                found.append(Other(factor, before, after, nbytes, *along, is_first))
-        return found
-
-    def _may_cut(self, group: Group, dim: int) -> bool:
-        """A dim is cut by several axes only where an input or a result is, or a rule has it so:
-        what they would move besides is seldom worth it, and their order would have to be right
-        everywhere."""
-        axis = self._unit[0]
-        if self._leaves_state and group.kept:
-            return False
-        others = self._choice.others(group, self._unit)[dim]
-        length, devices = group.shape[dim], self.size * self._choice.size(others)
-        if (axis, dim) in group.by_rule:  # alone, or the rule itself has them together
-            return not others or length >= devices
-        if dim not in group.joint and any((axis, o) not in self._together for o in others):
-            return False
-        return length >= devices if dim in group.uneven else length % devices == 0 and length > 1
-
-    def fits(
-        self, kind: int, factor: Factor, operands: Sequence[Any], results: Sequence[Any]
-    ) -> bool:
-        if self._barred.get((kind, self._unit)) == factor:
-            return False
-        is_behind = self._is_behind(factor, operands, results)
-        return is_behind and self._is_taken(self._some[kind], factor)
-
-    def _is_taken(self, number: int, factor: Factor) -> bool:
-        """Whether an operation that is called on shards takes its tensors so, if this axis cuts it
-        so and the others as they do by now: its rule may refuse axes together, and shards have to
-        be even. Else its operands would be gathered."""
-        equation = self._choice.graph.nodes[number].equation
-        if equation is None or equation.primitive.name != "cut":
-            return True
-        ways = {**self._choice.factors[number], self._unit: factor}
-        return self._choice.call(number, ways) is not None
-
-    def _is_behind(self, factor: Factor, operands: Sequence[Any], results: Sequence[Any]) -> bool:
-        """Whether what has to be cut to length 1 is, and by axes that come before these."""
-        choice, unit = self._choice, self._unit
-        behind = factor.behind_operand or factor.behind_result
-        if not behind:
-            return True
-        joined = bool(factor.behind_operand)
-        many, one = (operands[0], results[0]) if joined else (results[0], operands[0])
-        if many is None or one is None:
-            return False
-        others = choice.others(many, unit)
-        if any(choice.size(others[d]) != many.shape[d] for d in behind):
-            return False
-        before = [axis for d in behind for axis in others[d]]
-        cut = (factor.results if joined else factor.operands)[0]
-        return [*before, *unit] == [
-            axis
-            for axis in (one.known[cut] if one.known else choice.order(one, cut))
-            if axis in before or axis in unit
-        ] and {*before} == {*choice.others(one, unit)[cut]}

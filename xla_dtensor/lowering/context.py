@@ -18,14 +18,14 @@ import numpy as np
 Axes = tuple[str, ...]
 
 
-class Part(NamedTuple):
+class ShardNumber(NamedTuple):
     """A shard along one dim: its index, traced where there are several, and how many there are."""
 
     index: Any
     of: int
 
 
-WHOLE = Part(0, 1)
+WHOLE = ShardNumber(0, 1)
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Target:
         part = self.part(tensor, dim)
         return part.index * length if part.of > 1 else 0
 
-    def part(self, tensor: int, dim: int) -> Part:
+    def part(self, tensor: int, dim: int) -> ShardNumber:
         """Which shard it is along a dim; the arguments are those of `start`."""
         axes = self.axes[tensor][dim] if self.axes else ()
         if not axes:
             return WHOLE
-        return Part(jax.lax.axis_index(axes).astype(np.int32), jax.lax.axis_size(axes))
+        return ShardNumber(jax.lax.axis_index(axes).astype(np.int32), jax.lax.axis_size(axes))
 
 
 _state = threading.local()

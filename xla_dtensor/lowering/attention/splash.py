@@ -16,7 +16,7 @@ import numpy as np
 from xla_dtensor.base import jax_private
 from xla_dtensor.lowering.attention.causal_mask import causal_mask
 from xla_dtensor.lowering.attention.grouped_heads import BACKWARD_QUERY, FORWARD_QUERY
-from xla_dtensor.lowering.context import Part, here
+from xla_dtensor.lowering.context import ShardNumber, here
 
 _LANES = 128
 _BLOCK = 512
@@ -157,7 +157,7 @@ def _named(
     query: jax.Array,
     key: jax.Array,
     is_causal: bool,
-    part: Part,
+    part: ShardNumber,
 ) -> Callable[..., Any]:
     """``function`` under a name that tells `share_of_blocks`."""
 
@@ -193,7 +193,7 @@ def _inputs(scale: Any, query: jax.Array, *others: jax.Array) -> list[jax.Array]
 
 
 def _kernel(
-    query: jax.Array, key: jax.Array, is_causal: bool, part: Part, *, with_log_sums: bool
+    query: jax.Array, key: jax.Array, is_causal: bool, part: ShardNumber, *, with_log_sums: bool
 ) -> Any:
     """The kernel of one element of the batch; ``with_log_sums`` it can't be differentiated.
 
@@ -229,7 +229,7 @@ def _kernel(
     return kernel if parts == 1 else _of_part(kernel, part)
 
 
-def _of_part(kernel: Any, part: Part) -> Any:
+def _of_part(kernel: Any, part: ShardNumber) -> Any:
     """A kernel that knows the mask of all parts of the queries, for one of them."""
 
     def own(name: str, table: Any) -> Any:

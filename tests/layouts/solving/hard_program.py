@@ -1,6 +1,6 @@
 """A program that HiGHS doesn't solve with the work that it is given here: prints what it took.
 
-python -m tests.layouts.hard_program WORK
+python -m tests.layouts.solving.hard_program WORK
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 
-from xla_dtensor.layouts import highs
-from xla_dtensor.layouts.highs import IntegerProgram
+from xla_dtensor.layouts.solving import highs
+from xla_dtensor.layouts.solving.highs import IntegerProgram
 
 ITEMS = 40
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.layouts import hard_program
-from xla_dtensor.layouts import highs
-from xla_dtensor.layouts.highs import ROUGHLY, IntegerProgram
+from tests.layouts.solving import hard_program
+from xla_dtensor.layouts.solving import highs
+from xla_dtensor.layouts.solving.highs import ROUGHLY, IntegerProgram
 
 COSTS = (3.0, 5.0, 7.0, 11.0, 13.0, 17.0, 19.0, 23.0)
 SIZES = (0.11, 0.13, 0.17, 0.19, 0.23, 0.29, 0.31, 0.37)
@@ -71,7 +71,7 @@ def test_how_large_prices_are_changes_nothing(unit: float) -> None:
 
 def run(*, slowed: bool) -> str:
     """What the hard program in another process finds. Slowed, that is stopped again and again."""
-    command = [sys.executable, "-m", "tests.layouts.hard_program", "40000"]
+    command = [sys.executable, "-m", "tests.layouts.solving.hard_program", "40000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while slowed and process.poll() is None:
             for number in (signal.SIGSTOP, signal.SIGCONT):

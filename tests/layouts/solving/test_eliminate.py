@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from xla_dtensor.layouts.eliminate import Sum
+from xla_dtensor.layouts.solving.eliminate import Sum
 
 Function = tuple[tuple[int, ...], np.ndarray]
 

@@ -25,10 +25,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xla_dtensor.layouts.eliminate import Sum
 from xla_dtensor.layouts.factors import SUM, Factor
 from xla_dtensor.layouts.graph import Graph
-from xla_dtensor.layouts.highs import IntegerProgram
 from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
@@ -43,6 +41,8 @@ from xla_dtensor.layouts.prices import (
     is_all_reduce,
     toll,
 )
+from xla_dtensor.layouts.solving.eliminate import Sum
+from xla_dtensor.layouts.solving.highs import IntegerProgram
 
 _NOTHING = Factor()
 _SUM_TOO = SUM - 1
