@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from xla_dtensor.planning.command import main as plan
-from xla_dtensor.tuning import Trial, Tuned
+from xla_dtensor.tuning import Trial, Tuned, command
 from xla_dtensor.tuning.command import main
 
 SCRIPT = """
@@ -67,6 +69,22 @@ def test_sizes_that_are_given(script: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_time_is_over(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(script), "--topology", "cpu:8", "--minutes", "0"]) == 0
     assert "3 of 4 meshes were not looked at" in capsys.readouterr().out
+
+
+def test_no_mesh_is_begun_that_would_take_too_long(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, trial = 0.0, command._trial
+
+    def slow(*given: Any) -> Trial:
+        nonlocal now
+        now += 200
+        return trial(*given)
+
+    monkeypatch.setattr(command, "_trial", slow)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now))
+    assert main([str(script), "--topology", "cpu:8", "--minutes", "9"]) == 0
+    assert "2 of 4 meshes were not looked at" in capsys.readouterr().out
 
 
 def test_a_script_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

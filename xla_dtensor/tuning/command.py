@@ -107,7 +107,8 @@ def tuned(
             are given those, and whatever meshes the script makes of them stay as they are.
         topology: of the devices; ``"here"`` for those that JAX has.
         fixed: sizes of mesh dims that are given.
-        minutes: for all of it.
+        minutes: for all of it: no mesh is begun that would take longer, if it takes as long as
+            the longest so far.
         step: the name of the step, if it isn't the first that is called.
 
     Raises:
@@ -137,8 +138,10 @@ def tuned(
         )
     trials: list[Trial] = []
     notes = []
+    longest = 0.0
     for number, sizes in enumerate(wanted):
-        if number and time.monotonic() > deadline:
+        begun = time.monotonic()
+        if number and begun + longest > deadline:
             notes.append(
                 f"{len(wanted) - number} of {len(wanted)} meshes were not looked at: the time was "
                 f"over (--minutes {minutes:g})"
@@ -146,6 +149,7 @@ def tuned(
             break
         own = Configuration(sizes, (None,) * len(sizes))
         trials.append(_trial(script, arguments, topology, own, step))
+        longest = max(longest, time.monotonic() - begun)
     ranked, said = _ranked(trials)
     return Tuned(topology, tuple(ranked), (*notes, *said))
 
