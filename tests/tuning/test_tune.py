@@ -13,19 +13,19 @@ import xla_dtensor as xd
 from tests.planning.gpus import needs_gpu_compiler
 from tests.tuning.programs import Model, batch, build, training
 from xla_dtensor.errors import TopologyError
-from xla_dtensor.tuning import Configuration, Tuned, tuner
+from xla_dtensor.tuning import Configuration, Tuned, search
 from xla_dtensor.tuning.picture import pareto
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, nbytes: float) -> None:
     """Simulated devices have so much, from now on."""
-    search = tuner._Search.__init__
+    init = search.Search.__init__
 
     def short(self: Any, *args: Any) -> None:
-        search(self, *args)
+        init(self, *args)
         self._memory = nbytes
 
-    monkeypatch.setattr(tuner._Search, "__init__", short)
+    monkeypatch.setattr(search.Search, "__init__", short)
 
 
 def cut(own: Configuration, name: str) -> tuple[int | None, ...]:
@@ -455,7 +455,7 @@ def test_microbatches_that_nobody_makes() -> None:
 
 def test_one_that_cannot_be_compiled_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilers run beside each other; a refusal is that configuration's alone."""
-    lowered, asked = tuner.lowered_plan, []
+    lowered, asked = search.lowered_plan, []
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         asked.append(lowered(*args, **kwargs))
@@ -469,7 +469,7 @@ def test_one_that_cannot_be_compiled_is_said_so(monkeypatch: pytest.MonkeyPatch)
             return refused
         return asked[-1]
 
-    monkeypatch.setattr(tuner, "lowered_plan", refusing)
+    monkeypatch.setattr(search, "lowered_plan", refusing)
     found = xd.tune(build(), batch(64), topology="cpu:8", top=3)
     errors = [trial.error for trial in found.trials if trial.error]
     assert sorted(errors) == [
@@ -482,7 +482,7 @@ def test_one_that_cannot_be_compiled_is_said_so(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_next_are_compiled_where_the_best_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best is one that the compiler has seen, as long as there is one."""
-    lowered, asked = tuner.lowered_plan, []
+    lowered, asked = search.lowered_plan, []
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         asked.append(args)
@@ -490,7 +490,7 @@ def test_the_next_are_compiled_where_the_best_are_refused(monkeypatch: pytest.Mo
             raise TypeError("no such instruction")
         return lowered(*args, **kwargs)
 
-    monkeypatch.setattr(tuner, "lowered_plan", refusing)
+    monkeypatch.setattr(search, "lowered_plan", refusing)
     found = xd.tune(build(), batch(64), topology="cpu:8", top=1)
     assert len(asked) == 3 and not found.trials[0].error and found.trials[0].report is not None
     assert [trial.error for trial in found.trials[-2:]] == ["TypeError: no such instruction"] * 2
@@ -505,7 +505,7 @@ def test_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.append(1)
         return lambda: None
 
-    monkeypatch.setattr(tuner, "lowered_plan", interrupted)
+    monkeypatch.setattr(search, "lowered_plan", interrupted)
     with pytest.raises(KeyboardInterrupt):
         xd.tune(build(), batch(64), topology="cpu:8", top=3)
     monkeypatch.undo()
