@@ -20,7 +20,6 @@ from xla_dtensor.layouts.prices import (
     BY_BYTES,
     BY_TIME,
     COMPILED_FOR_GPUS,
-    KEPT_PER_BYTE,
     SLOW,
     toll,
 )
@@ -134,7 +133,7 @@ def test_state_is_shared_where_that_is_cheaper_than_that_each_reads_and_writes_a
         # Weight, both of its state, and the gradient, read and written.
         kept = 2 * 4 * dim * dim * 4 / (8 if kinds == cut else 1)
         assert found.kept() == kept
-        assert found.price() >= kept / KEPT_PER_BYTE
+        assert found.price() >= kept * prices.kept
 
 
 def test_slices_in_a_loop_move_in_their_own_dtype() -> None:

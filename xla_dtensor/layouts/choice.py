@@ -14,7 +14,6 @@ from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY
 from xla_dtensor.layouts.parts import DimAxes, Group, nbytes_of
 from xla_dtensor.layouts.prices import (
     BY_BYTES,
-    KEPT_PER_BYTE,
     WORK_PER_BYTE,
     Prices,
     State,
@@ -233,7 +232,7 @@ class Choice:
         for group in self._state():
             axes = sum(state is not None for state in self.states.get(group, {}).values())
             price += axes * group.kept_values * self.prices.startup
-        return price + self.kept() / KEPT_PER_BYTE + PER_BYTE_TOO_MANY * self.too_many
+        return price + self.kept() * self.prices.kept + PER_BYTE_TOO_MANY * self.too_many
 
     def kept(self) -> float:
         """The bytes of state that a device reads and writes in its memory."""

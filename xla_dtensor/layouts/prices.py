@@ -42,11 +42,6 @@ times as many, but what is computed on all devices is kept on all of them, too."
 FILLED_PER_BYTE = 1000.0
 """How many bytes of a device's memory that are filled cost as much as a byte that is moved."""
 
-KEPT_PER_BYTE = 8.0
-"""How many bytes of state that a device reads or writes in its memory cost as much as a byte that
-is moved: an H100 reads 3,350 GB/s and its links have 450, a v5p 2,765 and a ring of it 200, a v5e
-819 and 100. `xd.tune` alone looks at it, as it alone says how state lies."""
-
 
 def is_moved(before: State, after: State) -> bool:
     """Whether a value that goes from one state to another along an axis is communicated."""
@@ -71,11 +66,14 @@ class Prices:
     Attributes:
         startup: of each, however little it moves, in bytes.
         all_reduce, reduce_scatter: of each byte; of other kinds it is 1.
+        kept: of each byte of state that a device reads or writes in its memory. `xd.tune` alone
+            looks at it, as it alone says how state lies.
     """
 
     startup: float = 500.0
     all_reduce: float = 1.0
     reduce_scatter: float = 1.0
+    kept: float = 0.0
 
     def of(self, move: tuple[str, float] | None, each: float = 1.0) -> float:
         """Of a collective.
@@ -100,9 +98,10 @@ and no cast is between the two, behind which the GPU's compiler sees no reduce-s
 sees it there too. Of a product whose result is cut it makes a ring of pieces instead, which moves a
 sum's bytes."""
 
-BY_TIME = Prices(startup=200_000.0, all_reduce=2.0)
+BY_TIME = Prices(startup=200_000.0, all_reduce=2.0, kept=1 / 8)
 """By the time that links of accelerators take: two microseconds at 100 GB/s before anything comes,
-and a sum that all get whole goes along them twice."""
+and a sum that all get whole goes along them twice. A byte in memory takes an eighth: an H100 reads
+3,350 GB/s and its links have 450, a v5p 2,765 and a ring of it 200, a v5e 819 and 100."""
 
 
 SLOW = 8.0

@@ -31,7 +31,6 @@ from xla_dtensor.layouts.memory import PER_BYTE_TOO_MANY, Point
 from xla_dtensor.layouts.parts import DimAxes, Group, Node
 from xla_dtensor.layouts.prices import (
     FILLED_PER_BYTE,
-    KEPT_PER_BYTE,
     WORK_PER_BYTE,
     Other,
     Prices,
@@ -191,7 +190,8 @@ class AxisChoice:
             states = [self._axis.own(group.known)]
         self._states[group] = states
         if len(states) > 1:
-            kept = group.kept * self._axis.local_bytes(group) / group.nbytes / KEPT_PER_BYTE
+            kept = group.kept * self._axis.local_bytes(group) / group.nbytes
+            kept *= self._axis.prices.kept
             # Each value that is cut is gathered or summed apart, in a layer of its own.
             pieces = _PREFERENCE + group.kept_values * self._axis.prices.startup
             # Parts of a first dim are gathered one behind another, with no copy.
