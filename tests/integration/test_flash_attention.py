@@ -389,3 +389,20 @@ def test_splash_on_tpus() -> None:
     assert report.flops == pytest.approx(9 * 2 * 2 * 8 * blocks * 512 * 512 * 128, rel=1e-4)
     # Attention is nearly all of it.
     assert 1 < report.scheduled / report.seconds["compute"] < 1.5
+
+
+@needs_libtpu
+def test_splash_on_parts_of_the_queries() -> None:
+    """Two heads are too few for eight chips, so each has some of the queries."""
+    with xd.abstract("v5e:2x4"):
+        mesh = xd.init_device_mesh("xla", (8,), mesh_dim_names=("cp",))
+        make = lambda: torch.zeros(1, 2, 32768, 128, dtype=torch.bfloat16)
+        inputs = [distribute_tensor(make(), mesh, [Shard(2)]).requires_grad_() for _ in range(3)]
+        text = xd.compile(attention_step).lower(*inputs).as_text()
+        report = xd.plan(attention_step, *inputs)
+    assert text.count("@tpu_custom_call") == 3
+    # Scores of a block are nowhere in memory: keys and values, of all, and their gradients are.
+    assert report.memory.temporaries < 256 * 2**20
+    # The last chip's queries see nearly all, and the others take as long.
+    seen = sum(range(57, 65)) / (8 * 64)  # of blocks of 512
+    assert report.flops == pytest.approx(9 * 2 * 2 * seen * 32768**2 * 128, rel=1e-3)

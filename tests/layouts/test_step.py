@@ -232,6 +232,31 @@ def test_attention_is_cut_as_its_rule_has_it(heads: tuple[int, int]) -> None:
     assert compiled.traces <= 2
 
 
+def test_each_device_computes_its_part_of_attentions_backward() -> None:
+    """Of two heads, by eight devices that have parts of the sequence."""
+    mesh = make_mesh("8")
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3)]
+
+    def step(*inputs: Any) -> Any:
+        out = F.scaled_dot_product_attention(*inputs)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    compiled = xd.compile(step, layouts="step")
+    laid_out = [xd.distribute_tensor(x.detach(), mesh, [xd.Shard(2)]) for x in inputs]
+    found = compiled(*(x.requires_grad_() for x in laid_out))
+    for one, wanted in zip(found, step(*inputs), strict=True):
+        torch.testing.assert_close(one.full_tensor().cpu(), wanted, rtol=1e-4, atol=1e-5)
+    choice = compiled._last[1].executable.layouts
+    assert choice is not None
+    cut = [
+        factors[("x",)].operands
+        for node, factors in zip(choice.graph.nodes, choice.factors, strict=True)
+        if node.equation is not None and node.equation.primitive.name == "cut"
+    ]
+    assert [sorted(of.values()) for of in cut] == [[2], [2, 2]]
+
+
 def test_what_the_rule_does_not_have_stays_as_it_was() -> None:
     """Keys cut along their positions would give each device another softmax."""
     mesh = make_mesh("2x4")

@@ -153,7 +153,7 @@ def test_dropout_drops_the_same_in_both_passes() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_kernel_of_tpus(is_causal: bool) -> None:
-    """Interpreted; `tests/planning/test_attention.py` compiles it."""
+    """Interpreted; `tests/integration/test_flash_attention.py` compiles it."""
     torch.manual_seed(0)
     inputs = inputs_of(torch.float32, (2,), 2, 1, (128, 256, 64, 32))
     options = {"is_causal": is_causal, "enable_gqa": True, "scale": 0.2}

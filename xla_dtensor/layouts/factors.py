@@ -367,6 +367,8 @@ def _cut(equation: Any) -> list[Factor]:
         operands = {i: p.dim for i, (p,) in inputs if p.is_shard()}
         given = {i: p for i, (p,) in enumerate(merged.outputs) if p.is_partial() or p.is_shard()}
         results = {i: SUM if p.is_partial() else p.dim for i, p in given.items()}
+        if not operands and not results:  # a rule may list that, and it isn't a way to cut
+            continue
         wasted = 2.0 if is_causal and results.get(0) == queries else 1.0
         found.append(Factor(operands, results, work=wasted))
     return found
