@@ -39,7 +39,8 @@ from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.execution.tracing import TracingProgram, state_of
+from xla_dtensor.execution.constants import state_of
+from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -385,8 +386,8 @@ class StepTrace(TracingProgram):
         else:
             super().knows(storage, recipe)
 
-    def refuse(self, what: str) -> NoReturn:
-        way = (
+    def refuse(self, what: str, way: str = "") -> NoReturn:
+        way = way or (
             "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
             "from the step and look at it there, or move this line out of the compiled function"
         )
