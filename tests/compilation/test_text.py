@@ -47,6 +47,14 @@ class Shown:
         return ", ".join(parts)
 
 
+class Described(Shown):
+    def described(self) -> str:
+        return f"described: {self.loss}"
+
+    def __str__(self) -> str:
+        return self.described()
+
+
 class BadLossError(ValueError):
     def __init__(self, loss: Any) -> None:
         super().__init__(f"bad: {loss}")
@@ -119,6 +127,7 @@ ELSEWHERE: dict[str, Step] = {
     "list": lambda loss: TABLE.get(f"{[loss, 1]}"),
     "dataclass": lambda loss: TABLE.get(repr(Result(loss))),
     "object": lambda loss: TABLE.get(f"{Shown(loss)}"),
+    "described": lambda loss: TABLE.get(f"{Described(loss)}"),
     "namespace": lambda loss: TABLE.get(str(SimpleNamespace(loss=loss))),
     "hash": lambda loss: hash(str(loss)),
     "cached": lambda loss: cached(f"{loss}"),
@@ -136,6 +145,7 @@ ELSEWHERE: dict[str, Step] = {
     "sorted_by_text": sorted_by_text,
     "json": lambda loss: TABLE.get(json.dumps({"loss": loss}, default=str)),
     "pformat": lambda loss: TABLE.get(pprint.pformat(loss)),
+    "pprint": lambda loss: pprint.pprint([loss], stream=io.StringIO()),
     "joined": lambda loss: TABLE.get(", ".join(f"{x}" for x in [loss])),
     "mapped": lambda loss: TABLE.get(*map(str, [loss])),
     "key_of_a_dict": lambda loss: print({f"{loss}": 1}),
@@ -223,7 +233,7 @@ def logged(loss: Any) -> None:
 
 
 def printed(loss: Any) -> None:
-    print(loss, [loss], Result(loss), Shown(loss))
+    print(loss, [loss], Result(loss), Shown(loss), Described(loss))
     print(f"loss {loss} {loss:.2f}", f"{[loss]}", f"{Result(loss)!r}", f"{Shown(loss)}")
     print(str(loss), repr(loss), "%s" % loss, "{:.3f}".format(loss))  # noqa: UP031, UP032
     print("loss " + str(loss), f"{loss}".ljust(70), f"{loss}" if loss is not None else "")
@@ -247,7 +257,7 @@ def printed_by_a_function(loss: Any) -> None:
 
 def printed_as_it_is(loss: Any) -> None:
     print(json.dumps({"loss": 1.0}), torch.nn.Parameter(loss.detach()))
-    pprint.pprint(str(loss.shape))
+    pprint.pprint({"loss": loss, "more": [loss] * 9})
 
 
 def on_a_progress_bar(loss: Any) -> None:

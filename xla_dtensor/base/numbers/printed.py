@@ -186,6 +186,8 @@ def _shows(use: Use, frame: FrameType) -> bool:
 def _is_shown_by_caller(frame: FrameType) -> bool:
     """Whether the text that a function returns is only shown where it is called."""
     caller = frame.f_back
+    if frame.f_code.co_name in _MAKE_TEXT:
+        return only_shown(caller)
     if caller is None or frame.f_code.co_flags & inspect.CO_GENERATOR:
         return False
     if caller.f_code is torch_private.check_with.__code__:
@@ -216,7 +218,7 @@ _FOR_MESSAGES = (
     *(torch_private.assert_in_python, torch_private.assert_async),
 )
 # Python's modules that make text for people, and other packages.
-_PYTHONS = frozenset({"logging", "warnings", "traceback", "pdb", "bdb", "cmd", "code"})
+_PYTHONS = frozenset({"logging", "warnings", "traceback", "pprint", "pdb", "bdb", "cmd", "code"})
 _DISPLAYS = frozenset(
     {"tqdm", "rich", "loguru", "structlog", "absl", "_pytest", "IPython", "ipdb", "pudb"}
     | {"pydevd", "_pydevd_bundle", "debugpy"}
@@ -225,10 +227,15 @@ _DISPLAYS = frozenset(
 
 def _shows_text(frame: FrameType | None) -> bool:
     """Whether it is code of what makes text for people alone."""
-    package = "" if frame is None else _package(_module_of(frame))
-    if package in _DISPLAYS:
+    if frame is None:
+        return False
+    package = _package(_module_of(frame))
+    if package not in _PYTHONS or not is_pythons(frame.f_code.co_filename):
+        return package in _DISPLAYS
+    if package != "pprint":
         return True
-    return frame is not None and package in _PYTHONS and is_pythons(frame.f_code.co_filename)
+    printer = frame.f_locals.get("self")  # of pformat() it writes nowhere
+    return frame.f_code.co_name == "pprint" and _goes_to_the_user(getattr(printer, "_stream", ""))
 
 
 def _is_made(frame: FrameType, cls: type) -> bool:
