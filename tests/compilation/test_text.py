@@ -456,6 +456,34 @@ def test_text_of_state_is_what_it_is_outside(
     assert compiled.traces == 2
 
 
+@pytest.mark.parametrize("text", [TEXTS["f"], TEXTS["percent"], TEXTS["list"]])
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_print_options(text: Callable[[torch.Tensor], str], device: str) -> None:
+    state, x = torch.tensor([1 / 3, 2.0], device=device), torch.ones(2, device="xla")
+    compiled = xd.compile(lambda x: (x * 2, text(state)))
+    for precision in (4, 2, 2, 3):
+        torch.set_printoptions(precision=precision)
+        try:
+            assert compiled(x)[1] == text(state)
+        finally:
+            torch.set_printoptions(profile="default")
+    assert compiled.traces == 3
+
+
+def test_a_step_that_sets_print_options() -> None:
+    state, x = torch.tensor([1 / 3, 2.0], device="xla"), torch.ones(2, device="xla")
+
+    def step(x: torch.Tensor) -> Any:
+        torch.set_printoptions(precision=2)
+        text = f"{state}"
+        torch.set_printoptions(profile="default")
+        return x * 2, text
+
+    compiled = xd.compile(step)
+    assert [compiled(x)[1] for _ in range(3)] == ["XLATensor([0.33, 2.00], device='xla:0')"] * 3
+    assert compiled.traces == 1
+
+
 def test_a_constant_has_its_text() -> None:
     compiled = xd.compile(lambda x: x * float(f"{torch.full((), 3.0, device='xla')}"))
     assert compiled(torch.ones(2, device="xla"))[0].item() == 3

@@ -95,11 +95,23 @@ def _name_of(node: Any) -> str:
     return node.name().rpartition("::")[2] if name == "CppFunction" else name
 
 
+def shows_values() -> None:
+    """Text of values is made, which is another one with other print options."""
+    of_options = "torch.get_printoptions()", lambda found, left: False
+    executor.current().depends_on(print_options, *of_options)
+
+
+def print_options() -> dict[str, Any]:
+    """How torch prints tensors."""
+    return dict(vars(tensor_str.PRINT_OPTS))
+
+
 def _is_large(tensor: Any) -> bool:
     return tensor.numel() > tensor_str.PRINT_OPTS.threshold
 
 
 def _values(tensor: Any, name_length: int) -> str:
+    shows_values()
     # Modes of the user's see nothing of it. Where torch needs a mode to come to us, all stay.
     hides = SUBCLASSES_DISPATCH and executor.current().has_values
     unseen = disable_current_modes() if hides else nullcontext()

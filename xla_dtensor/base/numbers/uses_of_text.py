@@ -22,7 +22,9 @@ _OF_TEXT = frozenset(
     {"ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title", "replace"}
 )
 # What in a function may read its variables by another way than their names.
-_READS_VARIABLES = frozenset({"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"})
+_READS_VARIABLES = frozenset(
+    {"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "f_locals"}
+)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
 from xla_dtensor.tensors.base import grad_of, set_grad_of
 from xla_dtensor.tensors.of_form import is_ours
+from xla_dtensor.tensors.printing import print_options
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -76,6 +77,7 @@ class StepTrace(TracingProgram):
         self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self._settle: dict[Callable[[], Any], executor.Settle] = {}
+        self._print_options = print_options()  # the step may set them before it makes text
         # What puts settings that the step leaves otherwise where it would find them in later calls.
         self.settling: list[Callable[[], bool]] = []
         self.outside: dict[int, ExternalTensor] = {}
@@ -267,7 +269,8 @@ class StepTrace(TracingProgram):
 
     def depends_on(self, read: Callable[[], Any], text: str, settle: executor.Settle) -> None:
         if read not in self.settings:
-            self.settings[read], self._settle[read] = (read(), text), settle
+            found = self._print_options if read is print_options else read()
+            self.settings[read], self._settle[read] = (found, text), settle
 
     def note_left(self) -> None:
         """Note what the step leaves of what it depends on."""
