@@ -205,11 +205,6 @@ def made_before(loss: Any) -> None:
         raise error
 
 
-def asserted(loss: Any) -> None:
-    with contextlib.suppress(AssertionError):
-        assert loss is None, f"bad {loss}"
-
-
 def checked(loss: Any) -> None:
     torch._assert(True, f"bad {loss}")
     with contextlib.suppress(RuntimeError):
@@ -281,7 +276,7 @@ def nowhere(loss: Any) -> None:
 SHOWN: dict[str, Step] = {
     use.__name__: use
     for use in (
-        *(raised, raised_later, raised_by_its_class, made_before, asserted, checked, warned),
+        *(raised, raised_later, raised_by_its_class, made_before, checked, warned),
         *(logged, printed, printed_from_a_variable, printed_by_a_function, printed_as_it_is),
         *(on_a_progress_bar, in_a_hook, nowhere),
     )
@@ -350,6 +345,17 @@ def test_where_there_is_no_source(line: str) -> None:
     else:
         with pytest.raises(xd.DataDependentError, match="Text of a tensor"):
             step(x)
+
+
+def test_an_assertion(tmp_path: Path) -> None:
+    """In a file of its own: here pytest puts code of its own in the place of assertions."""
+    path = tmp_path / "asserting.py"
+    text = "def step(x):\n    assert x is None, f'bad {x.sum()}'\n"
+    path.write_text(text)
+    names: dict[str, Any] = {}
+    exec(compile(text, str(path), "exec"), names)
+    with pytest.raises(AssertionError, match="bad XLATensor"):
+        xd.compile(names["step"])(torch.ones(4, device="xla"))
 
 
 def test_a_file_that_is_edited_meanwhile(tmp_path: Path) -> None:
