@@ -8,6 +8,7 @@ import dataclasses
 import io
 import logging
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -370,6 +371,25 @@ def test_numbers_that_are_only_printed(
     assert logged == ["n is 1, t is 0.5", "1 and 0.5", "1", "n is 2, t is 0.2", "2 and 0.25", "2"]
 
 
+def test_numbers_in_variables_that_are_only_printed(capsys: pytest.CaptureFixture) -> None:
+    def function(x: torch.Tensor, n: int) -> torch.Tensor:
+        text = f"step {n}"
+        text += f" of {n + 10}"
+        if x.ndim:
+            print(text)
+        LOG.info("%s!", text)
+        print(", ".join(f"{i}" for i in (n, n + 1)), file=sys.stderr)
+        return x * n
+
+    step = xd.compile(function, audit=0)
+    for n in range(1, 6):
+        assert step(torch.ones(2, device="xla"), n).tolist() == [n] * 2
+    assert step.traces == 2
+    out = capsys.readouterr()
+    assert out.out.splitlines() == ["step 1 of 11", "step 2 of 12"]
+    assert out.err.splitlines() == ["1, 2", "2, 3"]
+
+
 def kept_text(x: torch.Tensor, n: int) -> Any:
     text = f"{n}"
     print(text)
@@ -418,7 +438,35 @@ def compared(x: torch.Tensor, n: int) -> Any:
     return x * (2 if f"{n}" == "22" else 3), n
 
 
-TEXTS = (kept_text, key_text, printed_elsewhere, redirected, passed_on, walrus, own_print, compared)
+def read_twice(x: torch.Tensor, n: int) -> Any:
+    text = f"{n}"
+    print(text)
+    return x, [text]
+
+
+def raised_text(x: torch.Tensor, n: int) -> Any:
+    """An error that is caught may be looked at."""
+    try:
+        raise KeyError(f"{n}")
+    except KeyError as error:
+        return x, error.args[0]
+
+
+def called_by_a_function(x: torch.Tensor, n: int) -> Any:
+    texts: list[str] = []
+
+    def described(n: int) -> str:
+        texts.append(text := f"{n}")
+        return text
+
+    print(described(n))
+    return x, texts
+
+
+TEXTS = (
+    *(read_twice, raised_text, called_by_a_function, kept_text, key_text, printed_elsewhere),
+    *(redirected, passed_on, walrus, own_print, compared),
+)
 
 
 @pytest.mark.parametrize("function", TEXTS, ids=lambda f: f.__name__)

@@ -57,6 +57,20 @@ def test_what_changes_in_each_call_is_refused(step: Callable, mesh_2x4: DeviceMe
     torch.testing.assert_close(state.buffer.full_tensor(), before)
 
 
+def test_what_is_replaced_says_that_a_write_is_no_such_thing() -> None:
+    state = State(count=torch.tensor(0, device="xla"))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state.count = state.count + 1
+        return x * 2 if state.count > 2 else x
+
+    compiled = xd.compile(step)
+    for _ in range(2):
+        with pytest.raises(xd.DataDependentError, match=r"The step replaces .*count.*\+= 1"):
+            compiled(torch.ones(2, device="xla"))
+    assert state.count.item() == 0
+
+
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 def test_an_item_that_is_kept_is_part_of_the_program(device: str) -> None:
     """A cache's key can't be a number that is an input."""

@@ -155,6 +155,15 @@ class Executor:
         such alone: in each call anew, within `recording`."""
         return False
 
+    def has_text(self, tensor: Any, frame: Any) -> bool | None:
+        """Whether text of an xla tensor that is made in ``frame``, or for it, shows its value; None
+        if the value is none of the step's business, as nobody but people read the text.
+
+        Raises:
+            DataDependentError: it has no value yet, and the text is not only for people.
+        """
+        return self.has_values
+
     def recording(self) -> AbstractContextManager[Any]:
         """A block in which the package computes on CPU tensors for the step that is traced, in
         each call anew."""
@@ -171,8 +180,9 @@ class Executor:
         """Raise if what is done now can't be part of a step's program: a ``kind`` of error,
         `UnsupportedOpError` unless said otherwise."""
 
-    def refuse(self, what: str) -> None:
-        """``what`` needs the value of a tensor: raise if there is none."""
+    def refuse(self, what: str, way: str = "") -> None:
+        """``what`` needs the value of a tensor: raise if there is none; ``way`` says what to do
+        instead, where that isn't what it is for any value."""
 
     # --- what torch and Python do -------------------------------------------------------------
 

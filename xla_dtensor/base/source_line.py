@@ -21,7 +21,9 @@ _MODULE = re.compile(r"nn(_backward)?:([^/\"]+)")
 def user_frame() -> traceback.FrameSummary | None:
     """The innermost frame outside of torch, JAX and this package."""
     for frame in reversed(traceback.extract_stack()):
-        if is_users(frame.filename):
+        # What `dataclasses` makes has no lines.
+        made = frame.filename == "<string>" and frame.name.startswith("__")
+        if is_users(frame.filename) and not made:
             return frame
     return None
 

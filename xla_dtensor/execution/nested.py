@@ -33,7 +33,7 @@ class Nested(Tracing):
     def host_tensor(self, tensor: torch.Tensor) -> Any:
         return to_numpy(tensor)
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str, way: str = "") -> NoReturn:
         if not self._name.startswith(("aten::", "prims::")):
             raise UnsupportedOpError(
                 f"{what}: the kernel of {self._name} looks at a value on the host, so it "

@@ -12,22 +12,18 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import number_value
+from xla_dtensor.base.numbers.printed import only_shown
 from xla_dtensor.base.numbers.python_numbers import is_number
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.execution import value_checks
+from xla_dtensor.execution.constants import Constants
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
 from xla_dtensor.execution.on_host import ON_HOST, refuse_varying
 from xla_dtensor.execution.recomputation import Recomputation
 from xla_dtensor.execution.running import Running, base_of
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_host
-from xla_dtensor.forms.read import (
-    base_recipe,
-    computing_constants,
-    constant_recipe,
-    read,
-    recipe_of_view,
-)
+from xla_dtensor.forms.read import constant_recipe, read, recipe_of_view
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.forms.views import is_at_traced, leave_open
 from xla_dtensor.tensors.of_form import is_ours, new_tensor, tensor_class
@@ -92,7 +88,7 @@ class Tracing(Running):
 
     # --- asked of tensors' values -------------------------------------------------------------
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str, way: str = "") -> NoReturn:
         raise NotImplementedError
 
     def on_host(self, tensor: Any) -> Any:
@@ -108,6 +104,21 @@ class Tracing(Running):
         if constant_recipe(tensor) is None:
             return self.traced_item(tensor)
         return super().item(tensor)
+
+    def has_text(self, tensor: Any, frame: Any) -> bool | None:
+        if constant_recipe(tensor) is not None or self.can_fetch(tensor):
+            # What is only printed is no reason to look at what a step finds on the devices.
+            return None if only_shown(frame, in_errors=False) else True
+        if not only_shown(frame):
+            node = tensor.grad_fn
+            of = "" if node is None else f", of {node.name()}"
+            self.refuse(
+                f"Text of a tensor of shape {list(tensor.shape)} ({tensor.dtype}{of})",
+                "Make text of it outside: return the tensor from the step, and format it after the "
+                "call. What is only printed or logged (print(x), log.info(...), the message of an "
+                "error) shows its shape",
+            )
+        return None
 
     def traced_item(self, tensor: Any) -> Any:
         """`item` of a tensor whose value depends on the program's inputs."""
@@ -329,72 +340,3 @@ def _kept(node: Any) -> Any:
     """The value of a number that is an input, with which the program then is for that value."""
     node.guard(node, "==", node.value)
     return node.value
-
-
-class Constants:
-    """The results of an operation on constants of the step, and what it writes: computed outside of
-    the trace, when one is asked for, and once, as a mask is asked for by each layer.
-
-    Args:
-        recipes: of each leaf.
-        bases: of each write the recipe of what is there, and the positions of the view's steps.
-
-    Attributes:
-        state: of what the step finds on the devices the values that are among the operands
-            (`compilation.trace.state_values`): with others the results are computed anew.
-    """
-
-    def __init__(
-        self, plan: Plan, recipes: list[Any], bases: list[tuple[Any, tuple[int, ...]]]
-    ) -> None:
-        self._plan, self._recipes, self._bases = plan, recipes, bases
-        self._arrays: Any = None
-        self._versions: list[int] = []
-        given = (*recipes, *(recipe for recipe, _ in bases))
-        self.state = tuple(dict.fromkeys(value for r in given for value in state_of(r)))
-
-    def array(self, position: int) -> Any:
-        # Those that this is made of come first, and not each in a call of the next one's: a loop
-        # that fills a table has thousands.
-        waiting = [self]
-        while waiting:
-            first = [one for one in waiting[-1]._made_of() if not one._is_computed()]
-            if first:
-                waiting += first
-            else:
-                waiting.pop()._compute()
-        return self._arrays[position]
-
-    def _made_of(self) -> list[Constants]:
-        recipes = (*self._recipes, *(recipe for recipe, _ in self._bases))
-        return [owner for owner in map(_owner, recipes) if isinstance(owner, Constants)]
-
-    def _is_computed(self) -> bool:
-        return self._arrays is not None and self._versions == versions_of(self.state)
-
-    def _compute(self) -> None:
-        if self._is_computed():
-            return
-        versions = versions_of(self.state)
-        with computing_constants():
-            bases = [(recipe(), positions) for recipe, positions in self._bases]
-            arrays = self._plan.run.of_values([r() for r in self._recipes], bases)
-        # In this order, and last: an interrupt in between mustn't leave old values as new ones.
-        self._arrays = arrays
-        self._versions = versions
-        if not self.state:
-            self._recipes, self._bases = [], []  # with the constants that these are made of
-
-
-def state_of(recipe: Any) -> tuple[Any, ...]:
-    """The values of what the step finds on the devices that a recipe computes with."""
-    found: tuple[Any, ...] = getattr(_owner(recipe), "state", ())
-    return found
-
-
-def versions_of(state: Iterable[Any]) -> list[int]:
-    return [value.version() for value in state]
-
-
-def _owner(recipe: Any) -> Any:
-    return getattr(base_recipe(recipe).func, "__self__", None)

@@ -121,11 +121,13 @@ class ProgramTrace(TracingProgram):
         self._refuse_old(tensor, functools.partial(share_memory, tensor))
         return to_numpy(tensor)
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str, way: str = "") -> NoReturn:
+        way = way or (
+            "Keep the value on the devices (torch.where, a tensor in place of a number), or return "
+            "it and look at it outside of the JAX program"
+        )
         raise DataDependentError(
-            f"{what} needs a value that doesn't exist while JAX traces{user_line()}\nKeep the "
-            "value on the devices (torch.where, a tensor in place of a number), or return it and "
-            "look at it outside of the JAX program"
+            f"{what} needs a value that doesn't exist while JAX traces{user_line()}\n{way}"
         )
 
 

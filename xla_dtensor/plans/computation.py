@@ -121,8 +121,10 @@ class Computation:
 
     @property
     def is_of_values(self) -> bool:
-        """Whether `of_values` can compute it."""
-        return self.is_lowering and not (self.random or self._axes or self._cut)
+        """Whether `of_values` can compute it: by the package's lowering or torch's decomposition,
+        and no code of the user's."""
+        of_torch = self._info.lowering is None and self._info.name.startswith("aten::")
+        return (self.is_lowering or of_torch) and not (self.random or self._axes or self._cut)
 
     def of_values(self, values: list[Any], base_arrays: list[Any]) -> list[Any]:
         """The logical values of the results that are there, then of the storages written, of those

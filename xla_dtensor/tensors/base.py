@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from xla_dtensor.base import epoch, executor, interrupts
 from xla_dtensor.base.not_a_sequence import not_a_sequence
-from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.ours import OurTensor, is_ours
 from xla_dtensor.base.torch_private import (
     FakeTensor,
@@ -28,6 +27,7 @@ from xla_dtensor.tensors import indexing
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES, dict_of_tensor, set_attributes
 from xla_dtensor.tensors.backend import backend
 from xla_dtensor.tensors.memory import HasMemory
+from xla_dtensor.tensors.printing import has_text
 from xla_dtensor.tensors.saved_leaves import moves
 from xla_dtensor.tensors.saving import reduce_tensor
 
@@ -163,12 +163,11 @@ class TensorMethods(HasMemory, OurTensor):
     def __format__(self, format_spec: str) -> str:
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
-        now = executor.current()
-        known = now.has_values and (not self._form.varying or self._form.has_own_value)
-        # What a step only prints is no reason to look at what it finds on the devices.
-        known = known or (now.can_fetch(self) and not only_printed(sys._getframe(1)))
-        if not self._form.meta and not self._form.shape and (format_spec or known):
-            return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
+        if not self._form.meta and not self._form.shape:
+            known = has_text(self, sys._getframe(1))
+            if known or (format_spec and known is not None):
+                return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
+            format_spec = ""
         return object.__format__(self, format_spec)
 
     def __getitem__(self, index: Any) -> Any:

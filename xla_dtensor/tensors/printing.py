@@ -7,7 +7,9 @@ with the same edges, and little between them, is printed in its place.
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import jax
@@ -44,8 +46,7 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
         step) or another on each device has its shape and dtype instead.
     """
     form = tensor._form
-    known = not form.meta and executor.current().has_values
-    known = known and (not form.varying or form.has_own_value)
+    known = has_text(tensor, sys._getframe(1))
     parts = []
     if not known:
         parts += [f"shape={list(tensor.shape)}", f"dtype={tensor.dtype}"]
@@ -61,6 +62,16 @@ def text_of(tensor: Any, name: str, more: list[str]) -> str:
     if not known:
         return f"{name}({', '.join(parts)})"
     return _with_parts(f"{name}({_values(tensor, len(name))}", parts, len(name) + 1)
+
+
+def has_text(tensor: Any, frame: FrameType) -> bool | None:
+    """Whether text of a tensor, which is asked for in ``frame``, shows its values
+    (`base.executor.Executor.has_text`)."""
+    form = tensor._form
+    if form.meta:
+        return False
+    known = executor.current().has_text(tensor, frame)
+    return known and (not form.varying or form.has_own_value)
 
 
 def _with_parts(text: str, parts: list[str], indent: int) -> str:
@@ -84,15 +95,31 @@ def _name_of(node: Any) -> str:
     return node.name().rpartition("::")[2] if name == "CppFunction" else name
 
 
+def shows_values() -> None:
+    """Text of values is made, which is another one with other print options."""
+    of_options = "torch.get_printoptions()", lambda found, left: False
+    executor.current().depends_on(print_options, *of_options)
+
+
+def print_options() -> dict[str, Any]:
+    """How torch prints tensors."""
+    return dict(vars(tensor_str.PRINT_OPTS))
+
+
 def _is_large(tensor: Any) -> bool:
     return tensor.numel() > tensor_str.PRINT_OPTS.threshold
 
 
 def _values(tensor: Any, name_length: int) -> str:
+    shows_values()
     # Modes of the user's see nothing of it. Where torch needs a mode to come to us, all stay.
-    unseen = disable_current_modes() if SUBCLASSES_DISPATCH else nullcontext()
+    hides = SUBCLASSES_DISPATCH and executor.current().has_values
+    unseen = disable_current_modes() if hides else nullcontext()
     with unseen, torch.no_grad(), disable_function_of_subclasses():
-        if _is_large(tensor) and not tensor._form.varying:
+        if not executor.current().has_values:  # a step's trace sees what it shows
+            with executor.current().recording():
+                text = repr(executor.current().on_host(tensor.detach()))
+        elif _is_large(tensor) and not tensor._form.varying:
             # The stand-in has few elements: torch is to abbreviate it all the same.
             with tensor_str.printoptions(threshold=0):
                 text = repr(_edges(tensor))

@@ -55,6 +55,30 @@ def match_positional(world: World) -> Case:
     return f, lambda: setattr(p, "a", 5.0)
 
 
+class _Given:
+    """What gives a class its names, as the properties of classes that nanobind makes do."""
+
+    def __get__(self, instance: Any, cls: type) -> tuple[str, ...]:
+        return ("a",)
+
+
+def match_by_a_property(world: World) -> Case:
+    class P:
+        __match_args__ = _Given()
+
+        def __init__(s):
+            s.a = 2.0
+
+    p = P()
+
+    def f(x):
+        match p:
+            case P(a):
+                return x * a
+
+    return f, lambda: setattr(p, "a", 5.0)
+
+
 def match_args_changed(world: World) -> Case:
     class P:
         __match_args__ = ("a", "b")
@@ -625,6 +649,7 @@ def enum_value(world: World) -> Case:
 
 MAKERS: tuple[Callable[[World], Case], ...] = (
     match_positional,
+    match_by_a_property,
     match_args_changed,
     copy_dunder,
     deepcopy_dunder,

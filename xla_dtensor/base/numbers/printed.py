@@ -1,10 +1,13 @@
-"""Finds symbolic numbers that are only printed or logged: the program needn't depend on them.
+"""Finds text that is only printed or logged: a step's program needn't depend on it.
 
 What a compiled step prints is printed when it is traced, so that it may show the number of that
 call without the program depending on it. `PrintedNumbers` gives ``print`` and log records plain
 numbers. Of text that is made before (``print(f"step {n}")``) `only_printed` says, by the line of
-source that makes it, whether it goes nowhere but there. Where that isn't certain the program
-depends on the number, as in any other use of its text.
+source that makes it (`uses_of_text`), whether it goes nowhere but there. Where that isn't certain
+the program depends on the number, as in any other use of its text.
+
+Text of a tensor that has no value yet is its shape. `only_shown` says whether nobody but people
+read it: printed, logged, or in an error's message.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
-import itertools
-import linecache
+import inspect
 import logging
 import sys
-from types import CodeType, FrameType, ModuleType
+import warnings
+from collections.abc import Callable
+from types import FrameType, ModuleType
 from typing import Any
+
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.numbers.uses_of_text import Use, uses_at, uses_of_call
+from xla_dtensor.base.source_line import is_pythons, is_users
 
 _LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 
@@ -30,13 +38,13 @@ class PrintedNumbers:
     """
 
     # The streams of what is entered: text that goes elsewhere may be read again.
-    _streams: list[Any] = []
+    _streams: list[tuple[Any, Any]] = []
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
 
     def __enter__(self) -> None:
-        self._streams.append(sys.stdout)
+        self._streams.append((sys.stdout, sys.stderr))
         self._print, self._factory = builtins.print, logging.getLogRecordFactory()
         builtins.print = functools.wraps(print)(self._printing(print))
         logging.setLogRecordFactory(self._recording(self._factory))
@@ -48,7 +56,8 @@ class PrintedNumbers:
 
     def _printing(self, printed: Any) -> Any:
         def print_numbers(*values: Any, **options: Any) -> None:
-            if options.get("file") is None and goes_to_the_user():
+            to_the_user = _goes_to_the_user(options.get("file"))
+            if to_the_user:
                 values = tuple(map(self._plain, values))
             printed(*values, **options)
 
@@ -70,10 +79,15 @@ class PrintedNumbers:
         return made
 
 
-def goes_to_the_user() -> bool:
-    """Whether ``print`` still writes to where it did when the trace began."""
+_PRINTING = "print_numbers"
+
+
+def _goes_to_the_user(file: Any = None) -> bool:
+    """Whether what is written to ``file`` (None: by ``print``) comes to where it did when the trace
+    began."""
     streams = PrintedNumbers._streams
-    return bool(streams) and sys.stdout is streams[-1]
+    file = sys.stdout if file is None else file
+    return any(file is stream for stream in (streams[-1] if streams else (sys.stdout, sys.stderr)))
 
 
 def only_printed(frame: FrameType | None) -> bool:
@@ -81,152 +95,177 @@ def only_printed(frame: FrameType | None) -> bool:
     method, and nowhere else."""
     if frame is None or not PrintedNumbers._streams:
         return False
-    function = _destination(frame.f_code, frame.f_lasti)
-    if function is None:
-        return False
-    if isinstance(function, ast.Name):
-        return goes_to_the_user() and _is_print(_named(frame, function.id))
-    owner = function.value
-    if isinstance(owner, ast.Name):
-        value = _named(frame, owner.id)
-    else:  # self.logger
-        assert isinstance(owner, ast.Attribute)
-        assert isinstance(owner.value, ast.Name)
-        value = getattr(_named(frame, owner.value.id), "__dict__", {}).get(owner.attr)
-    if isinstance(value, ModuleType):
-        return value is logging
-    return isinstance(value, logging.Logger) and type(value).__module__ == "logging"
+    return _all(_prints, uses_at(frame), frame)
 
 
-def _is_print(value: Any) -> bool:
-    return value is builtins.print or value is getattr(builtins.print, "printed", None)
-
-
-def _named(frame: FrameType, name: str) -> Any:
-    for names in (frame.f_locals, frame.f_globals, vars(builtins)):
-        if name in names:
-            return names[name]
-    return None
-
-
-@functools.lru_cache(1024)
-def _destination(code: CodeType, instruction: int) -> Any:
-    """The function (``print``, ``log.info``) in whose call the text is an argument that an
-    instruction makes; None where it is anything else."""
-    first, last, left, right = list(code.co_positions())[instruction // 2]
-    if first is None or last is None or left is None or right is None:
-        return None
-    found: list[list[ast.AST]] = []
-    for statement in _printing_statements(code.co_filename):
-        if statement.lineno <= first and last <= (statement.end_lineno or 0):
-            _find(statement, (first, left), (last, right), [], found)
-    if len(found) != 1:
-        return None
-    path = found[0]
-    call = path[1]
-    assert isinstance(call, ast.Call)
-    if any(keyword.arg not in ("end", "sep", "flush") for keyword in call.keywords):
-        return None
-    # The file may be another one than the code was made of.
-    if not any(where == _span(call) for where in code.co_positions()):
-        return None
-    for outer, inner in itertools.pairwise(path[1:]):
-        if not _passes_text_on(outer, inner, outer is call):
-            return None
-    return call.func
-
-
-def _passes_text_on(outer: ast.AST, inner: ast.AST, is_printing: bool) -> bool:
-    """Whether the text of ``inner`` only becomes part of the text ``outer``."""
-    if isinstance(outer, ast.Call):
-        if is_printing:
-            return inner in outer.args
-        if isinstance(outer.func, ast.Name):
-            return False
-        # "...".format(...)
-        return _is_format(outer.func) and inner in outer.args
-    if isinstance(outer, ast.JoinedStr):
-        return isinstance(inner, ast.FormattedValue)
-    if isinstance(outer, ast.FormattedValue):
-        return inner is not outer.value or isinstance(inner, ast.JoinedStr)
-    if isinstance(outer, ast.BinOp):
-        return isinstance(outer.op, ast.Add)
-    return False
-
-
-def _find(
-    node: ast.AST,
-    start: tuple[int, int],
-    end: tuple[int, int],
-    path: list[ast.AST],
-    found: list[list[ast.AST]],
-) -> None:
-    """The path to the outermost node at exactly this place that makes text of a number. (Before
-    Python 3.12 the parts of an f-string are where it is as a whole.)"""
-    here = [*path, node]
-    place = start[0], end[0], start[1], end[1]
-    if isinstance(node, _MAKES_TEXT) and _makes_text(node) and _span(node) == place:
-        found.append(here)
-        return
-    for child in ast.iter_child_nodes(node):
-        _find(child, start, end, here, found)
-
-
-def _span(node: ast.expr) -> tuple[int | None, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
-_MAKES_TEXT = (ast.JoinedStr, ast.FormattedValue, ast.Call, ast.BinOp)
-
-
-def _makes_text(node: Any) -> bool:
-    if isinstance(node, ast.BinOp):  # "..." % n
-        left = node.left
-        return isinstance(node.op, ast.Mod) and (
-            isinstance(left, ast.JoinedStr)
-            or (isinstance(left, ast.Constant) and isinstance(left.value, str))
-        )
-    if isinstance(node, ast.Call):
-        function = node.func
-        if isinstance(function, ast.Name):
-            return function.id in ("str", "repr", "format")
-        return _is_format(function)
+def only_shown(frame: FrameType | None, in_errors: bool = True) -> bool:
+    """Whether nobody but people will read the text that is made at this moment in ``frame``, or for
+    it: what is printed or logged, what a debugger asks for, what torch notes for itself, and (if
+    ``in_errors``) a part of an error or a warning."""
+    shows = _shows if in_errors else _prints
+    while frame is not None:
+        code, module = frame.f_code, _module_of(frame)
+        if module == __name__ and code.co_name == _PRINTING:
+            return bool(frame.f_locals["to_the_user"])
+        # A debugger evaluates what is typed, and a formatter of the user's is called by `logging`.
+        if _shows_text(frame) or _shows_text(frame.f_back):
+            return True
+        if in_errors and _is_made(frame, BaseException):
+            return True
+        if not _passes_text_on(_around(frame)):
+            return not is_users(code.co_filename) or _all(shows, uses_at(frame), frame)
+        frame = frame.f_back
     return True
 
 
-def _is_format(function: ast.AST) -> bool:
-    """Whether it is the ``format`` of a text in the source."""
-    if not isinstance(function, ast.Attribute) or function.attr != "format":
-        return False
-    return isinstance(function.value, ast.Constant)
-
-
-@functools.lru_cache(64)
-def _statements_of(filename: str, lines: tuple[str, ...]) -> tuple[ast.Expr, ...]:
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:
-        return ()
-    return tuple(
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and _may_print(node.value.func)
+def _all(
+    holds: Callable[[Use, FrameType], bool], uses: tuple[Use, ...] | None, frame: FrameType
+) -> bool:
+    """Whether something holds of all uses of a text."""
+    frame = _around(frame)
+    code = frame.f_code
+    return uses is not None and all(
+        all(name in code.co_varnames and name not in code.co_cellvars for name in use.variables)
+        and holds(use, frame)
+        for use in uses
     )
 
 
-def _printing_statements(filename: str) -> tuple[ast.Expr, ...]:
-    """The statements of a file that are a call of ``print`` or of a logger's method."""
-    return _statements_of(filename, tuple(linecache.getlines(filename)))
+def _around(frame: FrameType) -> FrameType:
+    """The frame of the function in which a comprehension is."""
+    while frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
-def _may_print(function: ast.AST) -> bool:
-    if isinstance(function, ast.Name):
-        return function.id == "print"
+_COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
+
+
+def _prints(use: Use, frame: FrameType) -> bool:
+    """Whether a call is one of ``print`` or of a logger's method; or nothing is done with it."""
+    if not isinstance(use.node, ast.Call):
+        return isinstance(use.node, ast.Expr)
+    function = use.node.func
+    value = _resolved(frame, function)
+    if value is builtins.print or value is getattr(builtins.print, "printed", None):
+        files = [k.value for k in use.node.keywords if k.arg in ("file", None)]
+        found = [_resolved(frame, file) for file in files]
+        return None not in found and _goes_to_the_user(*found)
     if not isinstance(function, ast.Attribute) or function.attr not in _LOGGING:
         return False
-    owner = function.value
-    return isinstance(owner, ast.Name) or (
-        isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name)
-    )
+    owner = _resolved(frame, function.value)
+    if owner is logging:
+        return True
+    of_python = isinstance(owner, logging.Logger | logging.LoggerAdapter)
+    return of_python and type(owner).__module__ == "logging"
+
+
+def _shows(use: Use, frame: FrameType) -> bool:
+    """The same, or whether it is to be read by people otherwise."""
+    if isinstance(use.node, ast.Raise | ast.Assert):
+        return True
+    if isinstance(use.node, ast.Return | ast.Lambda):
+        return _is_shown_by_caller(frame)
+    if _prints(use, frame):
+        return True
+    assert isinstance(use.node, ast.Call)
+    function = use.node.func
+    value = _resolved(frame, function)
+    if isinstance(value, type) and issubclass(value, BaseException):
+        return True
+    if not isinstance(function, ast.Attribute):
+        return any(value is each for each in _FOR_MESSAGES)
+    owner = _resolved(frame, function.value)
+    if function.attr in ("write", "writelines", "add_note"):
+        return isinstance(owner, BaseException) or _goes_to_the_user(owner)
+    if isinstance(owner, ModuleType):
+        return any(value is each for each in _FOR_MESSAGES) or _package(owner.__name__) in _DISPLAYS
+    return any(_package(cls.__module__) in _DISPLAYS for cls in type(owner).__mro__)
+
+
+def _is_shown_by_caller(frame: FrameType) -> bool:
+    """Whether the text that a function returns is only shown where it is called."""
+    caller = frame.f_back
+    if frame.f_code.co_name in _MAKE_TEXT:
+        return only_shown(caller)
+    if caller is None or frame.f_code.co_flags & inspect.CO_GENERATOR:
+        return False
+    if caller.f_code is torch_private.check_with.__code__:
+        return True
+    found = uses_of_call(caller)
+    if found is None:
+        return False
+    called = _resolved(caller, found[0].func)
+    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    return code is frame.f_code and _all(_shows, found[1], caller)
+
+
+def _passes_text_on(frame: FrameType) -> bool:
+    """Whether the text that a frame makes becomes part of what its caller makes: it is the text of
+    an object, or what Python's own code makes (`json`)."""
+    code = frame.f_code
+    if code.co_name in _MAKE_TEXT or is_pythons(code.co_filename):
+        return True
+    of_mode = code.co_name == "__torch_function__" and not is_users(code.co_filename)
+    return of_mode or _module_of(frame) in _TEXT_OF_TENSORS
+
+
+_MAKE_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
+_TEXT_OF_TENSORS = ("torch._tensor", "torch._tensor_str", "torch.overrides")
+# Functions that are given the message of an error that they may raise, and what warns.
+_FOR_MESSAGES = (
+    *(warnings.warn, warnings.warn_explicit),
+    *(torch_private.assert_in_python, torch_private.assert_async),
+)
+# Python's modules that make text for people, and other packages.
+_PYTHONS = frozenset({"logging", "warnings", "traceback", "pprint", "pdb", "bdb", "cmd", "code"})
+_DISPLAYS = frozenset(
+    {"tqdm", "rich", "loguru", "structlog", "absl", "_pytest", "IPython", "ipdb", "pudb"}
+    | {"pydevd", "_pydevd_bundle", "debugpy"}
+)
+
+
+def _shows_text(frame: FrameType | None) -> bool:
+    """Whether it is code of what makes text for people alone."""
+    if frame is None:
+        return False
+    package = _package(_module_of(frame))
+    if package not in _PYTHONS or not is_pythons(frame.f_code.co_filename):
+        return package in _DISPLAYS
+    if package != "pprint":
+        return True
+    printer = frame.f_locals.get("self")  # of pformat() it writes nowhere
+    return frame.f_code.co_name == "pprint" and _goes_to_the_user(getattr(printer, "_stream", ""))
+
+
+def _is_made(frame: FrameType, cls: type) -> bool:
+    """Whether an object of a class is being made in a frame."""
+    code = frame.f_code
+    if code.co_name != "__init__" or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), cls)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _resolved(frame: FrameType, node: ast.AST) -> Any:
+    """The object that a name in the source is in ``frame``, or an attribute of one; None if that
+    isn't known without running code."""
+    if isinstance(node, ast.Name):
+        for names in (frame.f_locals, frame.f_globals, vars(builtins)):
+            if node.id in names:
+                return names[node.id]
+    if isinstance(node, ast.Call):
+        called = _resolved(frame, node.func)
+        return logging.root if called is logging.getLogger else None
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _resolved(frame, node.value)
+    found = inspect.getattr_static(owner, node.attr, None)
+    return getattr(found, "__func__", found)

@@ -19,7 +19,7 @@ import torch
 
 from xla_dtensor.base.executor import trace
 from xla_dtensor.base.numbers.counts import Counts, Terms
-from xla_dtensor.base.numbers.printed import only_printed
+from xla_dtensor.base.numbers.printed import only_shown
 from xla_dtensor.base.numbers.row_comparisons import Comparison, executor, refuse
 from xla_dtensor.base.numbers.symbolic_node import SymbolicNode
 
@@ -164,13 +164,13 @@ class CountNode(SymbolicNode):
 
     def _graph_repr(self) -> builtins.str:
         """How Python shows it: as what each device has; in a step, where it has no digits, only
-        where nothing but ``print`` or a log gets the text."""
+        where nobody but people read it."""
         if trace() is None:
             return executor().shown(self)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__") == "torch":
             frame = frame.f_back
-        if not only_printed(frame):
+        if not only_shown(frame):
             refuse(self, "The text")
         return self.str()
 

@@ -166,6 +166,9 @@ NAMES = {
     "ScriptDict": "torch._C:ScriptDict",
     # torch's way to raise where a condition doesn't hold.
     "check": "torch:_check",
+    "check_with": "torch:_check_with",
+    "assert_in_python": "torch:_assert",
+    "assert_async": "torch:_assert_async",
     # Whether torch.distributions looks at the values of its arguments; `find` says what it is now.
     "validates_distributions": "torch.distributions:Distribution._validate_args",
     # What the user may register with torch.distributions between two calls of a step.

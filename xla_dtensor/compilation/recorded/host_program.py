@@ -13,7 +13,7 @@ from xla_dtensor.base.torch_private import disable_current_modes, pytree, unseen
 from xla_dtensor.base.torch_private.attributes import schema_of
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.trace.state_values import StateValue
-from xla_dtensor.execution.tracing import versions_of
+from xla_dtensor.execution.constants import versions_of
 from xla_dtensor.forms.host_values import to_host, to_numpy
 from xla_dtensor.tensors.base import grad_of
 

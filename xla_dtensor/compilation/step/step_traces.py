@@ -164,12 +164,16 @@ class StepTraces:
                 for.
         """
         tried: set[str] = set()
+        replaced: set[str] = set()
         while True:
             attempt = Attempt()
             try:
                 traced = self._once(arguments, family)
             except Exception as error:
                 suspects = (tried or self._counted) & self._carried
+                if not suspects and replaced and isinstance(error, DataDependentError):
+                    self._carried -= replaced  # the next call is to say the same
+                    raise _replaced_refused(error, replaced) from error
                 if not suspects or attempt.is_final(error):
                     raise
                 self._carried -= suspects
@@ -198,6 +202,7 @@ class StepTraces:
             if found:
                 traced.undo()
                 self._carried |= found
+                replaced |= found - counted
                 tried |= found & counted
                 self._counted |= found & counted
                 continue
@@ -226,6 +231,17 @@ class StepTraces:
             logger.info("%s: its numbers stay constants: %s", name_of(self._function), error)
             family.keep_static(error, family.dynamic & traced.dynamic)
         return traced
+
+
+def _replaced_refused(error: DataDependentError, replaced: set[str]) -> DataDependentError:
+    """An error of a step that was traced as long as its state was no input, which it is because the
+    step replaces it."""
+    names = ", ".join(sorted(replaced))
+    return DataDependentError(
+        f"{error}\nThe step replaces {names} by another tensor in each call. What it writes in "
+        "place (self.count += 1, self.mean.copy_(mean)) it may look at, unless that depends on an "
+        "argument, a parameter or a gradient"
+    )
 
 
 def _settle(traced: Traced) -> bool:

@@ -22,6 +22,7 @@ from xla_dtensor.compilation.trace.doubles import (
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.views import is_at_traced, refuse_offset
 from xla_dtensor.tensors.of_form import is_ours
+from xla_dtensor.tensors.printing import shows_values
 
 _Tensor = torch.Tensor
 # Functions with which a backward pass begins.
@@ -108,6 +109,8 @@ class HostReads(TorchFunctionMode):
         if func in _READS:
             if func not in _TEXT or not only_printed(_frame_of_user()):
                 operations.look(tensor, f"{func.__name__}()")
+                if func in _TEXT:
+                    shows_values()
             if func in _MEMORY:
                 operations.hand_out(tensor)
         elif func in _ASKED:

@@ -39,7 +39,8 @@ from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
 from xla_dtensor.errors import DataDependentError, UnsupportedOpError
-from xla_dtensor.execution.tracing import TracingProgram, state_of
+from xla_dtensor.execution.constants import state_of
+from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.host_values import to_numpy
 from xla_dtensor.forms.read import logical_value
@@ -50,6 +51,7 @@ from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
 from xla_dtensor.tensors.base import grad_of, set_grad_of
 from xla_dtensor.tensors.of_form import is_ours
+from xla_dtensor.tensors.printing import print_options
 
 # What marks of reads are called, in front of their number.
 READ = "xla_dtensor reads "
@@ -75,6 +77,7 @@ class StepTrace(TracingProgram):
         self.python_numbers: list[weakref.ref[Any]] = []
         self.settings: dict[Callable[[], Any], tuple[Any, str]] = {}
         self._settle: dict[Callable[[], Any], executor.Settle] = {}
+        self._print_options = print_options()  # the step may set them before it makes text
         # What puts settings that the step leaves otherwise where it would find them in later calls.
         self.settling: list[Callable[[], bool]] = []
         self.outside: dict[int, ExternalTensor] = {}
@@ -266,7 +269,8 @@ class StepTrace(TracingProgram):
 
     def depends_on(self, read: Callable[[], Any], text: str, settle: executor.Settle) -> None:
         if read not in self.settings:
-            self.settings[read], self._settle[read] = (read(), text), settle
+            found = self._print_options if read is print_options else read()
+            self.settings[read], self._settle[read] = (found, text), settle
 
     def note_left(self) -> None:
         """Note what the step leaves of what it depends on."""
@@ -385,8 +389,8 @@ class StepTrace(TracingProgram):
         else:
             super().knows(storage, recipe)
 
-    def refuse(self, what: str) -> NoReturn:
-        way = (
+    def refuse(self, what: str, way: str = "") -> NoReturn:
+        way = way or (
             "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
             "from the step and look at it there, or move this line out of the compiled function"
         )

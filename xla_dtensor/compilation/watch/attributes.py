@@ -115,7 +115,10 @@ def methods(walk: Walk, cls: type) -> None:
         walk.classes.add(base)
         own, path, names = base.__dict__, base.__qualname__, walk.names
         if "__match_args__" in names.attributes:
-            names.attributes |= set(own.get("__match_args__", ()))
+            matched = own.get("__match_args__", ())
+            if not isinstance(matched, tuple):  # a property, as of classes that nanobind makes
+                matched = getattr(base, "__match_args__", ())
+            names.attributes |= set(matched)
         if walk.of_library(base):
             library_class(walk, base)
             continue
