@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import xla_dtensor as xd
 from tests.dispatch.out_of_range import CALLS, LAYOUTS, OTHER_TEXTS, R, S, X, i, place
 from tests.parallel.harness import full
+from xla_dtensor.compilation.watch import functions
 
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce")
 
@@ -162,3 +163,26 @@ def test_several_assertions() -> None:
         with pytest.raises(RuntimeError, match=text):
             torch.ones(1, device="xla").item()
     assert step(torch.tensor([3.0]).to("xla")).item() == 6
+
+
+def test_what_pytest_puts_in_place_of_an_assertion_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The code that says why one fails has most of pytest behind it: half a second a trace."""
+    seen: set[str] = set()
+    users_code = functions._users_code
+
+    def look(walk: Any, function: Any, module: str, path: str) -> None:
+        seen.add(module.partition(".")[0])
+        users_code(walk, function, module, path)
+
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        assert n < 2, f"too many: {n}"
+        return x * n
+
+    monkeypatch.setattr(functions, "_users_code", look)
+    compiled = xd.compile(step)
+    with pytest.raises(AssertionError, match="too many: 2"):
+        compiled(torch.ones(2, device="xla"), 2)
+    assert compiled(torch.ones(2, device="xla"), 1)[0].item() == 1
+    assert "tests" in seen and not seen & {"_pytest", "pluggy"}

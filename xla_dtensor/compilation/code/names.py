@@ -22,6 +22,8 @@ LIBRARIES = frozenset(
     {"torch", "jax", "jaxlib", "numpy", "scipy", "xla_dtensor", "ml_dtypes"}
     # The module of the base class of pybind11's classes, such as torch's placements.
     | {"pybind11_builtins"}
+    # What an `assert` of a test calls.
+    | {"_pytest", "pluggy"}
 )
 
 
