@@ -24,7 +24,7 @@ CHECKED: dict[str, tuple[Step, list[float]]] = {
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process: torch.compile, which CPU torch's loops call, turns checks off for good."""
+    """As in a new process: torch.compile, which CPU torch's loops call, turns them off for good."""
     monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 
