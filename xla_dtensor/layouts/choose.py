@@ -26,6 +26,9 @@ ROUNDS = 2
 ORDERED = 3
 """Of how many axes all orders are tried; of more the mesh's, and that backwards."""
 
+EXCHANGED = 8
+"""In how many groups of state, the largest, axes may change places: each try takes a second."""
+
 POINTS = 3
 """At how many points of a program memory is seen to: without one place the next may be too full."""
 
@@ -266,9 +269,8 @@ class _Chooser:
     def exchange(self) -> None:
         """Let two axes change places where they cut state, if that is cheaper: neither alone can,
         as the other is where it would have to go."""
-        for group in [
-            group for group in self._graph.groups() if group.kept and group.known is None
-        ]:
+        state = [group for group in self._graph.groups() if group.kept and group.known is None]
+        for group in sorted(state, key=lambda group: -group.kept)[:EXCHANGED]:
             for one, other in itertools.combinations(self._units, 2):
                 before = self.choice
                 states = {**before.states.get(group, {})}
