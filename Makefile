@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export NPROC ?= 64
 
-.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-serving bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-torchtitan-main test-horovod bench-horovod bench-layouts test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
+.PHONY: help env train quick test test-slow test-audit test-optimized test-processors test-all check rules-check conformance conformance-tpu conformance-gpu test-gpu-plans suites oracle test-versions products fuzz fuzz-short bench bench-serving bench-eager bench-host bench-replay bench-torch bench-commits bench-checkpoints docs check-docs dist test-torchtitan env-torchtitan torchtitan-parity test-torchtitan-main test-horovod bench-horovod bench-layouts bench-tune test-transformers env-transformers transformers-table test-libraries env-libraries libraries-table clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -222,6 +222,17 @@ bench-checkpoints: env ## saving and loading 2 GB: time next to dd, and the memo
 
 bench-horovod: env ## a DistributedOptimizer's step against DistributedDataParallel in 8 gloo processes and xd.replicate
 	$(BIN)/python benchmarks/horovod.py $(ARGS)
+
+# What a commit has found is kept in a folder of its name.
+TUNED = .cache/tuned-$$(git rev-parse --short HEAD)
+WITH_TPU_COMPILER = TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so
+bench-tune: env $(LIBTPU)/libtpu/libtpu.so $(GPU_COMPILER)/jax_plugins ## the tables of docs/tune.md (two hours on two cores; goes on where it was stopped)
+	$(WITH_TPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py 8b 70b long offload --top 3 --kept $(TUNED)
+	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py experts autoparallel-8b autoparallel-70b --top 3 --kept $(TUNED)
+	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_by_hand.py h100-8b titan-8b h100-70b titan-70b --top 2 --kept $(TUNED)
+	$(WITH_TPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_by_hand.py v5p-8b v5e-8b v5p-70b --top 2 --kept $(TUNED)
+	$(BIN)/python -W ignore benchmarks/tuned.py
+	$(BIN)/python -W ignore benchmarks/tuned.py --timed
 
 bench-layouts: env ## what steps move, layout by layout, next to JAX's (two hours on two cores; goes on where it was stopped)
 	$(BIN)/python -W ignore benchmarks/layout_sweep.py --json .cache/layouts.json --resume --table .cache/layouts.md $(ARGS)

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from tune_known import Case, looked_for
+from tune_known import Case, looked_for, once
 
 from xla_dtensor.tuning import Trial, Tuned
 
@@ -52,6 +50,9 @@ def _case(
 ) -> tuple[Case, Plan]:
     return Case(model, topology, rows, 8192, whose, lambda own: True, mesh), plan
 
+
+SIDES = ("hand", "mesh", "found")
+"""The plan; what is found on its mesh; and on all meshes."""
 
 CASES = {
     "v5e-8b": _case("8b", "v5e:16x16", 32, "pod_llama", FSDP_TP, dp=32, tp=8),
@@ -86,8 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
     parser.add_argument("--top", type=int, default=0, help="how many are compiled of each side")
-    parser.add_argument("--side", choices=("hand", "found"), action="append")
-    parser.add_argument("--mesh", help="of the found side: dp=64,tp=1 (else all are looked at)")
+    parser.add_argument("--side", choices=SIDES, action="append")
     parser.add_argument("--minutes", type=float, default=60.0, help="for each side of a case")
     parser.add_argument("--kept", type=Path, help="a folder: what it has isn't made again")
     given = parser.parse_args()
@@ -95,17 +95,18 @@ def main() -> None:
     lines = []
     for name in given.cases or CASES:
         case, plan = CASES[name]
-        for side in given.side or ("hand", "found"):
+        for side in given.side or SIDES:
 
             def look(side: str = side, case: Case = case, plan: Plan = plan) -> Tuned:
                 if side == "hand":
                     return looked_for(case, min(given.top, 1), given.minutes, plan)
-                return looked_for(free(case, given.mesh), given.top, given.minutes)
+                free = case if side == "mesh" else dataclasses.replace(case, mesh=None)
+                return looked_for(free, given.top, given.minutes)
 
-            what = f"{name}-{side}-{given.top}-{given.mesh or 'all'}"
-            found, took = once(given.kept and given.kept / f"{what}.json", look)
+            what = f"{name}-{side}-{given.top}.json"
+            found, took = once(given.kept and given.kept / what, look)
             print(found, flush=True)
-            kind = case.known if side == "hand" else "found"
+            kind = case.known if side == "hand" else f"found ({side})"
             own = f"{name}: {case.model}, {case.topology}, {case.rows} rows"
             lines.append(line(own, kind, found, found.trials[0], took))
             print(lines[-1], flush=True)
@@ -115,28 +116,6 @@ def main() -> None:
     )
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     print("\n".join(lines))
-
-
-def once(path: Path | None, look: Callable[[], Tuned]) -> tuple[Tuned, float]:
-    """What is in the file, or what is found, and the CPU seconds that it took."""
-    if path is not None and path.exists():
-        kept = json.loads(path.read_text())
-        return Tuned.from_json(kept["found"]), kept["took"]
-    start = time.process_time()
-    found = look()
-    took = time.process_time() - start
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"found": found.as_json(), "took": took}))
-    return found, took
-
-
-def free(case: Case, mesh: str | None) -> Case:
-    """The same with other sizes, or with none."""
-    if mesh is None:
-        return dataclasses.replace(case, mesh=None)
-    sizes = {name: int(size) for name, _, size in (d.partition("=") for d in mesh.split(","))}
-    return dataclasses.replace(case, mesh=sizes)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -175,6 +177,20 @@ def looked_for(
     )
 
 
+def once(path: Path | None, look: Callable[[], Tuned]) -> tuple[Tuned, float]:
+    """What is in the file, or what is found, and the CPU seconds that it took."""
+    if path is not None and path.exists():
+        kept = json.loads(path.read_text())
+        return Tuned.from_json(kept["found"]), kept["took"]
+    start = time.process_time()
+    found = look()
+    took = time.process_time() - start
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"found": found.as_json(), "took": took}))
+    return found, took
+
+
 def other(case: Case, found: Tuned) -> Trial | None:
     """The best of those that are on the other side of what is known; None if nothing fits."""
     if not found.fits:
@@ -184,10 +200,9 @@ def other(case: Case, found: Tuned) -> Trial | None:
     return next(rest, None)
 
 
-def row(name: str, case: Case, top: int, minutes: float) -> str:
-    start = time.process_time()
-    found = looked_for(case, top, minutes)
-    took = time.process_time() - start
+def row(name: str, case: Case, top: int, minutes: float, kept: Path | None) -> str:
+    path = kept and kept / f"known-{name}-{top}.json"
+    found, took = once(path, lambda: looked_for(case, top, minutes))
     print(found, flush=True)
     best, second = found.trials[0], other(case, found)
     cells = [
@@ -210,6 +225,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, help="70B by tokens on a chip instead")
     parser.add_argument("--top", type=int, default=0, help="how many are compiled")
     parser.add_argument("--minutes", type=float, default=60.0, help="for each case")
+    parser.add_argument("--kept", type=Path, help="a folder: what it has isn't made again")
     given = parser.parse_args()
     cases = {name: CASES[name] for name in given.cases or CASES}
     if given.tokens:
@@ -218,7 +234,7 @@ def main() -> None:
         print("|---:|---:|---:|---:|---:|---:|")
         print("\n".join(lines))
         return
-    lines = [row(name, case, given.top, given.minutes) for name, case in cases.items()]
+    lines = [row(name, case, given.top, given.minutes, given.kept) for name, case in cases.items()]
     print("| case | devices, batch | known | found | is it | step | memory | moves | else | CPU |")
     print("|---|---|---|---|---|---:|---:|---:|---|---:|")
     print("\n".join(lines))
