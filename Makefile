@@ -167,11 +167,12 @@ conformance: env ## every op of torch's op_db against CPU torch (about ten minut
 LIBTPU ?= .cache/libtpu
 $(LIBTPU)/libtpu/libtpu.so:
 	$(PYTHON) -m pip install --quiet --no-deps --target $(LIBTPU) libtpu==0.0.52
+WITH_TPU_COMPILER = TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so
 
 conformance-tpu: env $(LIBTPU)/libtpu/libtpu.so ## every op of op_db through the TPU's compiler (half an hour; goes on where it was stopped)
 	mkdir -p $(RECORDS)
 	for i in 0 1; do \
-	  TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so $(CONFORMANCE) --compile-for v5e:2x4 \
+	  $(WITH_TPU_COMPILER) $(CONFORMANCE) --compile-for v5e:2x4 \
 	    --resume --limit 2 --timeout 300 --shard $$i/2 --out $(RECORDS)/tpu.$$i || exit; \
 	done
 	$(BIN)/python -m tests.conformance.compiled_report $(RECORDS)/tpu.[01] > tests/conformance/TPU.md
@@ -225,7 +226,6 @@ bench-horovod: env ## a DistributedOptimizer's step against DistributedDataParal
 
 # What a commit has found is kept in a folder of its name.
 TUNED = .cache/tuned-$$(git rev-parse --short HEAD)
-WITH_TPU_COMPILER = TPU_LIBRARY_PATH=$(abspath $(LIBTPU))/libtpu/libtpu.so
 bench-tune: env $(LIBTPU)/libtpu/libtpu.so $(GPU_COMPILER)/jax_plugins ## the tables of docs/tune.md (two hours on two cores; goes on where it was stopped)
 	$(WITH_TPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py 8b 70b long offload --top 3 --kept $(TUNED)
 	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py experts autoparallel-8b autoparallel-70b --top 3 --kept $(TUNED)

@@ -347,25 +347,27 @@ def test_where_there_is_no_source(line: str) -> None:
             step(x)
 
 
-def test_an_assertion(tmp_path: Path) -> None:
-    """In a file of its own: here pytest puts code of its own in the place of assertions."""
-    path = tmp_path / "asserting.py"
-    text = "def step(x):\n    assert x is None, f'bad {x.sum()}'\n"
+def step_of(path: Path, text: str) -> Callable[..., Any]:
+    """A compiled step whose source is in a file of its own."""
     path.write_text(text)
     names: dict[str, Any] = {}
     exec(compile(text, str(path), "exec"), names)
+    return xd.compile(names["step"])
+
+
+def test_an_assertion(tmp_path: Path) -> None:
+    """In a file of its own: here pytest puts code of its own in the place of assertions."""
+    text = "def step(x):\n    assert x is None, f'bad {x.sum()}'\n"
+    step = step_of(tmp_path / "asserting.py", text)
     with pytest.raises(AssertionError, match="bad XLATensor"):
-        xd.compile(names["step"])(torch.ones(4, device="xla"))
+        step(torch.ones(4, device="xla"))
 
 
 def test_a_file_that_is_edited_meanwhile(tmp_path: Path) -> None:
     """A later trace runs the code that was there when the program began."""
     path = tmp_path / "edited_meanwhile.py"
     text = "def step(x, n):\n    if n > 1:\n        print(f'sum {x.sum()}')\n    return x * n\n"
-    path.write_text(text)
-    names: dict[str, Any] = {}
-    exec(compile(text, str(path), "exec"), names)
-    step, x = xd.compile(names["step"]), torch.ones(4, device="xla")
+    step, x = step_of(path, text), torch.ones(4, device="xla")
     step(x, 1)
     path.write_text("import os\n\n\n" + text.replace("print", "os.getenv"))
     linecache.checkcache(str(path))

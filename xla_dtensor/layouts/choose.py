@@ -11,11 +11,7 @@ from xla_dtensor.layouts.choice import Choice, Unit, units_of
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.memory import Alive, Point
 from xla_dtensor.layouts.parts import DimAxes, dim_axes
-from xla_dtensor.layouts.prices import (
-    BY_BYTES,
-    COMPILED_FOR_GPUS,
-    Prices,
-)
+from xla_dtensor.layouts.prices import BY_BYTES, COMPILED_FOR_GPUS, Prices
 from xla_dtensor.layouts.solving.integer_program import AxisChoice
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.domains import slow_axes

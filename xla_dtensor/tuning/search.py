@@ -21,11 +21,7 @@ from xla_dtensor.mesh.domains import domains
 from xla_dtensor.planning import abstract
 from xla_dtensor.planning.planner import lowered_plan
 from xla_dtensor.runtime import topologies
-from xla_dtensor.tuning.configuration import (
-    Configuration,
-    Dims,
-    computed_again,
-)
+from xla_dtensor.tuning.configuration import Configuration, Dims, computed_again
 from xla_dtensor.tuning.estimate import estimate
 from xla_dtensor.tuning.meshes import meshes
 from xla_dtensor.tuning.problem import Problem

@@ -14,10 +14,7 @@ import torch
 from xla_dtensor.errors import TopologyError
 from xla_dtensor.runtime import topologies
 from xla_dtensor.runtime.jax_runtime import topology_here
-from xla_dtensor.tuning.configuration import (
-    RECOMPUTED,
-    Configuration,
-)
+from xla_dtensor.tuning.configuration import RECOMPUTED, Configuration
 from xla_dtensor.tuning.meshes import NAMES, usual
 from xla_dtensor.tuning.result import Tuned
 from xla_dtensor.tuning.search import Build, Search

@@ -185,7 +185,7 @@ def _passes_text_on(outer: Any, inner: ast.AST) -> bool:
     if isinstance(outer, ast.Call):
         if inner is outer.func:  # f"{x}".ljust(8)
             return isinstance(inner, ast.Attribute) and inner.attr in _OF_TEXT
-        return is_method_of_text(outer.func, "format", "join")
+        return _is_method_of_text(outer.func, "format", "join")
     if isinstance(outer, ast.Attribute):
         return outer.attr in _OF_TEXT
     if isinstance(outer, ast.BinOp):
@@ -278,11 +278,11 @@ def _makes_text(node: Any) -> bool:
         function = node.func
         if isinstance(function, ast.Name):
             return function.id in ("str", "repr", "format", "ascii")
-        return is_method_of_text(function, "format", "join")
+        return _is_method_of_text(function, "format", "join")
     return isinstance(node, ast.JoinedStr | ast.FormattedValue)
 
 
-def is_method_of_text(function: ast.AST, *names: str) -> bool:
+def _is_method_of_text(function: ast.AST, *names: str) -> bool:
     """Whether it is such a method of a text in the source: ``"{}".format``."""
     if not isinstance(function, ast.Attribute) or function.attr not in names:
         return False
