@@ -237,6 +237,36 @@ class Counting(Own):
         p.add_(grad, alpha=-group["lr"] / group["step"] ** 0.5)
 
 
+class Items(Own):
+    """Adam whose count is a CPU tensor, as torch's own has it, of ints; its item is a number."""
+
+    options = {"betas": (0.9, 0.99)}
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        if not state:
+            state["step"] = torch.tensor(0)
+            state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        count = state["step"].item()
+        beta1, beta2 = group["betas"]
+        state["mean"].lerp_(grad, 1 - beta1)
+        state["square"].lerp_(grad.square(), 1 - beta2)
+        root = (state["square"] / (1 - beta2**count)).sqrt().add_(1e-8)
+        p.addcdiv_(state["mean"] / (1 - beta1**count), root, value=-group["lr"])
+
+
+class FloatItems(Own):
+    """A count of floats, by which it leaves every third step out."""
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        if not state:
+            state["step"] = torch.tensor(0.0)
+        state["step"] += 1
+        count = state["step"].item()
+        if count % 3:
+            p.add_(grad, alpha=-group["lr"] / count)
+
+
 class OnItself(Own):
     """A count and a table of its own, in attributes."""
 
@@ -330,7 +360,8 @@ class OfTorch(Muon):
 
 
 CLASSES: tuple[type[Optimizer], ...] = (
-    *(Lion, Factored, Shampoo, Soap, Orthogonal, ScheduleFree, Counting, OnItself, Estimating),
+    *(Lion, Factored, Shampoo, Soap, Orthogonal, ScheduleFree, Counting, Items, FloatItems),
+    *(OnItself, Estimating),
     *(Lookahead, Anchored, OfTorch, torch.optim.Adafactor),
 )
 
@@ -404,3 +435,32 @@ def rates_are_numbers_of_the_trace(world: World) -> Program:
         world.change(optimizer.param_groups[0].update, lr=0.1 / (i + 1), betas=(0.9 - 0.1 * i, 0.9))
     world.at_most(1, step)
     world.traced_at_most(2, step)
+
+
+# Optimizers that count, and how many programs their first calls take: one that makes the state,
+# one that finds it, and one for each way to decide by the count.
+COUNTS = {Factored: 2, Counting: 2, OnItself: 3, Items: 2, FloatItems: 3}
+
+
+@rows({cls.__name__: (cls, programs) for cls, programs in COUNTS.items()})
+def counts_are_inputs(world: World, case: tuple[type[Own], int]) -> Program:
+    """A count that an optimizer raises is no reason to trace again, wherever it is kept."""
+    cls, programs = case
+    model = mlp(world)
+    optimizer = cls(model.parameters(), lr=0.05)
+    world.watch(model=model)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = world.compile(function)
+    for i in range(12):
+        if i == 7:
+            world.change(optimizer.param_groups[0].update, lr=0.01)
+        yield step(world.batch(i))
+    world.at_most(programs, step)
+    world.traced_at_most(programs + 1, step)

@@ -19,7 +19,7 @@ from xla_dtensor.compilation.recorded.host_program import HostChanged
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
-from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged, values_of
+from xla_dtensor.compilation.trace.numbers import ARITHMETIC, Decision, NumberChanged
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.mesh import Frame
 
@@ -138,7 +138,7 @@ class Guards:
         if self._inputs.depends_on_host or not self._decisions:
             return False
         try:
-            numbers = values_of(self._traced.trace.numbers.inputs, arguments)
+            numbers = self._inputs.prepare(arguments).numbers
             return any(d.compute(numbers) != d.outcome for d in self._decisions)
         except (NumberChanged, LookupError, AttributeError, *ARITHMETIC):
             return False  # `mismatch` says why

@@ -19,6 +19,7 @@ from xla_dtensor.compilation.call.sources import (
     HostSource,
     Source,
 )
+from xla_dtensor.compilation.recorded.host_program import HostRun
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.trace.numbers import values_of
 from xla_dtensor.forms.host_values import to_numpy
@@ -45,7 +46,8 @@ class Inputs:
 
     def __init__(self, traced: Traced) -> None:
         self._sources, self._numbers = traced.inputs.sources, traced.trace.numbers.inputs
-        self._host_program = traced.host.program if traced.host.program.depends else None
+        host = traced.host.program
+        self._on_host = host.operations if host.depends else []
         self._frame, self.random_operations = traced.frame, traced.outputs.random_operations
         # In the order in which the step first used the storages: the jaxpr's order of constants
         # differs under ``xd.abstract``, and a program compiled there must have the same text here.
@@ -86,7 +88,7 @@ class Inputs:
     @property
     def depends_on_host(self) -> bool:
         """Whether operations on CPU tensors run before each call."""
-        return self._host_program is not None
+        return bool(self._on_host)
 
     def constants(self, donated: Any, kept: Any, hosts: Any, words: Any) -> list[Any]:
         """The constants of the trace's jaxpr, made of the program's inputs (in its trace)."""
@@ -108,10 +110,13 @@ class Inputs:
 
         Raises:
             NumberChanged: a number is none of the kind that the program was made for.
+            HostChanged: what is computed isn't.
         """
-        numbers = values_of(self._numbers, arguments)
-        host = self._host_program
-        return Prepared(numbers, [] if host is None else host.run(arguments, numbers))
+        host = HostRun(self._on_host, arguments)
+        numbers = values_of(self._numbers, arguments, host.through)
+        if self._on_host:
+            host.through(len(self._on_host) - 1, numbers)
+        return Prepared(numbers, host.results)
 
     def gather(self, arguments: Arguments, prepared: Prepared, take: bool = True) -> Groups:
         """The inputs of a call.

@@ -180,10 +180,11 @@ class WriteBack:
         """Whether the next call finds what this one found, as far as optimizers' state goes."""
         # Code that reads ``state`` (a hook, say) may behave differently once it is filled.
         read = "state" in self._guards.watch.names.attributes
+        hooks = self._traced.hooks
         return all(
-            not stepped.replaced_state()
+            not stepped.replaced_state(hooks.settable)
             and (not stepped.made_state() or (stepped.is_steady() and not read))
-            for stepped in self._traced.hooks.stepped.values()
+            for stepped in hooks.stepped.values()
         )
 
 

@@ -550,22 +550,27 @@ class HostOperations(TorchDispatchMode):
     # --- values in Python ---------------------------------------------------------------------
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        """``tensor.item()``: an input of the program where the value is a float that is there
-        before the step begins, else part of the program."""
+        """``tensor.item()``: an input of the program where the value is a float, or one that has
+        changed, else part of the program."""
         self.items += 1
         with disable_current_modes():
             value = tensor.item()
         source, items = self.use(tensor), self._input_items
-        if source is None:
+        computed = isinstance(source, Value)
+        if source is None or (computed and self.program.is_constant(source.operation)):
             return value
-        if isinstance(source, HostInput) and items is not None:
+        if items is not None:
             is_input = isinstance(value, float)
             if items and type(value) is int:  # few steps have such, and to name it takes its time
                 is_input = expression_here()() in items
             if is_input:
-                read = lambda arguments: source.read(arguments).item()
-                name = f"the item of {source.kind} {list(tensor.shape)}"
-                return self._trace.numbers.as_input(read, value, name)
+                name = f"the item of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
+                numbers = self._trace.numbers
+                if computed:
+                    return numbers.as_input(None, value, name, (source.operation, source.index))
+                return numbers.as_input(
+                    lambda arguments: source.read(arguments).item(), value, name
+                )
         self._looked(source, tensor, "the item", type(value) is int)
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,41 +161,55 @@ class HostProgram:
         """Whether an operation gives the same in each call."""
         return not self.operations[operation].depends
 
-    def run(self, arguments: Arguments, numbers: list[float]) -> list[Any]:
-        """The results of all operations, from what the call is given.
+
+class HostRun:
+    """One call's run of the operations on CPU tensors, as far as somebody has asked.
+
+    Attributes:
+        results: of the operations so far.
+    """
+
+    def __init__(self, operations: list[HostOperation], arguments: Arguments) -> None:
+        self._operations, self._arguments = operations, arguments
+        self._copies: dict[int, torch.Tensor] = {}
+        self.results: list[list[Any]] = []
+
+    def through(self, operation: int, numbers: list[float]) -> list[Any]:
+        """The results of one operation, for which those before it run.
+
+        Args:
+            numbers: that the call has, which they compute with.
 
         Raises:
             HostChanged: they can't be computed as when the step was traced, or what depends on
                 values and was part of the program (a shape, ``torch.equal``) is another now.
         """
-        results: list[Any] = []
-        copies: dict[int, torch.Tensor] = {}
-
-        def value(x: Any) -> Any:
-            if isinstance(x, Value):
-                return results[x.operation][x.index]
-            if isinstance(x, HostInput):
-                found = copies.get(id(x)) if x.written else x.read(arguments)
-                if found is None:
-                    found = copies[id(x)] = copy_of(x.read(arguments))
-                return found
-            if isinstance(x, NumberNode):
-                return x.compute(numbers)
-            return x
-
+        value = partial(self._value, numbers=numbers)
         with torch.no_grad(), disable_current_modes(), unseen(), executor.running_at_once():
-            for operation in self.operations:
+            for each in self._operations[len(self.results) : operation + 1]:
                 try:
-                    args, kwargs = pytree.tree_map(value, (operation.args, operation.kwargs))
-                    out = pytree.tree_leaves(operation.func(*args, **kwargs))
+                    args, kwargs = pytree.tree_map(value, (each.args, each.kwargs))
+                    out = pytree.tree_leaves(each.func(*args, **kwargs))
                 except HostChanged:
                     raise
                 except Exception as error:
                     # Eager torch would raise it, too, or take another branch: trace the step again.
-                    raise HostChanged(f"{operation.func} of CPU tensors: {error}") from error
-                operation.check(out)
-                results.append(out)
-        return results
+                    raise HostChanged(f"{each.func} of CPU tensors: {error}") from error
+                each.check(out)
+                self.results.append(out)
+        return self.results[operation]
+
+    def _value(self, x: Any, numbers: list[float]) -> Any:
+        if isinstance(x, Value):
+            return self.results[x.operation][x.index]
+        if isinstance(x, HostInput):
+            found = self._copies.get(id(x)) if x.written else x.read(self._arguments)
+            if found is None:
+                found = self._copies[id(x)] = copy_of(x.read(self._arguments))
+            return found
+        if isinstance(x, NumberNode):
+            return x.compute(numbers)
+        return x
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

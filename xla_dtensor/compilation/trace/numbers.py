@@ -18,6 +18,8 @@ class Number:
         array: the constant that stands for it in the traced jaxpr.
         compute: of a number that Python has computed from those before it: from their values.
         kind: its type.
+        item: of the item of a CPU tensor that the step computes: the host's operation, and which
+            of its results.
     """
 
     read: Callable[[Any], float] | None
@@ -26,6 +28,7 @@ class Number:
     array: Any
     compute: Callable[[list[float]], float] | None = None
     kind: type = float
+    item: tuple[int, int] | None = None
 
     def computed(self, before: list[float]) -> float:
         """The present value of one that is computed.
@@ -41,7 +44,7 @@ class Number:
             value = self.compute(before)
         except ARITHMETIC as error:
             raise NumberChanged(f"{self.name}: {error}") from None
-        if type(value) is not self.kind or (self.integer and not fits(value)):
+        if type(value) is not self.kind:
             raise NumberChanged(f"{self.name}: now {value!r}")
         return value
 
@@ -54,16 +57,27 @@ class NumberChanged(Exception):
 ARITHMETIC = (ArithmeticError, ValueError, TypeError)
 
 
-def values_of(numbers: list[Number], arguments: Any) -> list[float]:
+def values_of(
+    numbers: list[Number], arguments: Any, results: Callable[[int, list[float]], list[Any]]
+) -> list[float]:
     """The present values of a trace's numbers.
+
+    Args:
+        results: gives the results of one of the host's operations, which may compute with the
+            numbers before it.
 
     Raises:
         NumberChanged: one has none of the kind that it had.
     """
     found: list[float] = []
     for number in numbers:
-        read = number.read
-        value = number.computed(found) if read is None else read(arguments)
+        if number.read is not None:
+            value = number.read(arguments)
+        elif number.item is not None:
+            operation, index = number.item
+            value = results(operation, found)[index].item()
+        else:
+            value = number.computed(found)
         if number.integer and not fits(value):
             raise NumberChanged(f"{number.name}: now {value!r}")
         found.append(value)

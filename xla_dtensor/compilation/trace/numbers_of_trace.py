@@ -42,29 +42,41 @@ class TraceNumbers:
         self._counters: dict[Any, Any] = {}
         self._counter_ids: set[int] = set()
 
-    def as_input(self, read: Callable[[Any], float], value: float, name: str) -> Any:
+    def as_input(
+        self,
+        read: Callable[[Any], float] | None,
+        value: float,
+        name: str,
+        item: tuple[int, int] | None = None,
+    ) -> Any:
         """The number that ``read`` gives of later calls, as an input of the program (a
         ``torch.SymFloat``, or ``SymInt`` of an int).
 
         Args:
             value: what it is in this call.
+            item: in place of ``read`` (`Number.item`).
         """
         # Names are made unique, as the text of a decision is its identity.
         same = sum(number.name == name for number in self.inputs)
         text = name if not same else f"{name} ({same + 1})"
         index = len(self.inputs)
-        weak = self._new_input(read, name, value)
+        weak = self._new_input(read, name, value, item=item)
         return input_number(value, weak, index, text, self._decided, self._fed)
 
     def _new_input(
-        self, read: Any, name: str, value: float, compute: Callable[..., Any] | None = None
+        self,
+        read: Any,
+        name: str,
+        value: float,
+        compute: Callable[..., Any] | None = None,
+        item: tuple[int, int] | None = None,
     ) -> Any:
         """A new number among the inputs: the weakly typed JAX scalar."""
         integer = is_integer(value)
         dtype = np.int64 if integer else np.float64
         with jax.ensure_compile_time_eval(), jax.enable_x64(True):
             array = jax.device_put(dtype(value))
-        self.inputs.append(Number(read, name, integer, array, compute, type(value)))
+        self.inputs.append(Number(read, name, integer, array, compute, type(value), item))
         with jax.enable_x64(True):
             return convert_element_type(array, weak_type=True)
 

@@ -38,7 +38,8 @@ class OptimizerHooks:
 
     Args:
         known: the optimizers that the step is known to reach.
-        settable: entries of param groups of which each call repeats what the step assigns.
+        settable: entries of param groups and of states of which each call repeats what the step
+            assigns: (the dict's ``id``, the key).
         schedulers: the schedulers' steps that the step puts off.
         feeds: whether the user's code may find numbers of the trace, and not only torch's.
         everywhere: whether the step's own code may, too, and not only an optimizer's ``step``.
@@ -60,7 +61,7 @@ class OptimizerHooks:
     ) -> None:
         self._planted = planted
         self._trace = trace
-        self._settable = settable
+        self.settable = settable
         self._schedulers = schedulers
         self._feeds, self._everywhere = feeds, everywhere
         self._seen: dict[int, SteppedOptimizer] = {}
@@ -113,8 +114,8 @@ class OptimizerHooks:
                 "step a scheduler's step comes last"
             )
         for stepped in self.stepped.values():
-            stepped.check(self._settable)
-            stepped.check_state(self._settable)
+            stepped.check(self.settable)
+            stepped.check_state(self.settable)
 
     def take_numbers(self) -> None:
         """When all that the step has changed is known: no number of the trace is left."""
@@ -169,9 +170,9 @@ class OptimizerHooks:
         stepped = self._see(optimizer)
         if id(optimizer) not in self.stepped:
             self.stepped[id(optimizer)] = stepped
-            self._share_counters(optimizer)
+            self._share_counters(stepped)
         self._schedulers.check_optimizer(optimizer)
-        stepped.check(self._settable)
+        stepped.check(self.settable)
         if self._feeds or stepped.is_torchs():
             stepped.give_numbers(self._trace, self._planted)
         groups = [group for group in optimizer.param_groups if "capturable" in group]
@@ -235,15 +236,17 @@ class OptimizerHooks:
 
         return apart
 
-    def _share_counters(self, optimizer: Optimizer) -> None:
-        """Step counts live on the devices from now on, and equal ones are one array."""
-        trace = self._trace
+    def _share_counters(self, stepped: SteppedOptimizer) -> None:
+        """Step counts live on the devices from now on, and equal ones are one array. Those that a
+        user's own optimizer has on the CPU stay there: it may look at them (``step.item()``)."""
+        trace, optimizer = self._trace, stepped.optimizer
+        moves = stepped.is_torchs() or any("capturable" in g for g in optimizer.param_groups)
         with unseen():
             found = [
                 (state, key, value)
                 for state in filter(of_one, optimizer.state.values())
                 for key, value in state.items()
-                if self._is_counter(value)
+                if self._is_counter(value, moves)
             ]
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if is_ours(v)]
@@ -263,14 +266,18 @@ class OptimizerHooks:
                     form = device_form(None, (), dtype=tensor.dtype)
                     array = trace.numbers.counter(form, item_of(tensor), key)
                     state[key] = XLATensor(Storage(array, form), form)
-                    self.stepped[id(optimizer)].shared.add((id(state), key))
+                    stepped.shared.add((id(state), key))
 
-    def _is_counter(self, value: Any) -> bool:
-        """Whether an entry of a state is a step count that isn't shared yet."""
+    def _is_counter(self, value: Any, moves: bool) -> bool:
+        """Whether an entry of a state is a step count that isn't shared yet.
+
+        Args:
+            moves: whether one on the CPU is.
+        """
         if not isinstance(value, torch.Tensor) or value.ndim or value.requires_grad:
             return False
         if not is_ours(value):
-            return value.device.type == "cpu"
+            return moves and value.device.type == "cpu"
         storage, form = value._storage_, value._storage_.form
         uses = value._steps or self._trace.uses(storage)
         return not (uses or form.varying or form.is_sharded)

@@ -104,11 +104,17 @@ class SteppedOptimizer:
     def _made(self) -> Iterator[Any]:
         return (value for key, (_, value) in self._entries().items() if key not in self._before)
 
-    def replaced_state(self) -> bool:
-        """Whether it has put something else in place of state that was there, or removed it."""
+    def replaced_state(self, settable: set[tuple[int, str]]) -> bool:
+        """Whether it has put something else in place of state that was there, or removed it.
+
+        Args:
+            settable: as in `check`, of entries in the state: a count, say, which the step's Python
+                raises, and each call after it.
+        """
         now = self._entries()
+        known = self.shared | settable
         return any(
-            now.get(key, (None, None))[1] is not value and (id(state), key[1]) not in self.shared
+            now.get(key, (None, None))[1] is not value and (id(state), key[1]) not in known
             for key, (state, value) in self._before.items()
         )
 

@@ -328,7 +328,8 @@ def _grows(effect: Effect) -> bool:
 
 
 def is_counted_on(effect: Effect, carried: frozenset[str], earlier: Iterable[Effect]) -> bool:
-    """Whether a step changes what it reads itself, as it did when it was traced before.
+    """Whether a step changes what it reads itself, so that its next call finds something else: a
+    number, or what it changed when it was traced before, too.
 
     Args:
         carried: the labels of what each call takes from where it is.
@@ -336,7 +337,13 @@ def is_counted_on(effect: Effect, carried: frozenset[str], earlier: Iterable[Eff
     """
     if not effect.place.guarded or effect.labels() <= carried:
         return False
+    if any(_is_other_number(effect.before.get(key), now) for key, now in effect.after.items()):
+        return True
     return bool(effect.changed() & {key for each in earlier for key in each.changed()})
+
+
+def _is_other_number(before: Any, after: Any) -> bool:
+    return type(before) in (int, float) and type(after) is type(before) and before != after
 
 
 def goes_on(effect: Effect, earlier: Iterable[Effect], changed: Iterable[str]) -> bool:

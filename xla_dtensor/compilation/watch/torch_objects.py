@@ -184,7 +184,7 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
         places = [(f"{path}.state[{i}]", s) for i, s in enumerate(whole.values()) if of_one(s)]
         for where, state in ((f"{path}.state", whole), *places):
             keys = [key for key in state if type(key) is str]
-            keys = [key for key in keys if not isinstance(state[key], torch.Tensor | dict)]
+            keys = [key for key in keys if not isinstance(state[key], dict)]
             walk.read(Entries(state, keys, where))
             reached.settings |= {(id(state), key) for key in keys}
     if "param_groups" not in names.attributes:
