@@ -24,7 +24,14 @@ from torch.optim.optimizer import (
 
 from tests.compilation.changes import EagerMesh, Mesh, Observation, World, assert_same, observe
 from tests.compilation.changes._table import mlp
-from tests.compilation.changes.own_optimizers import Counting, Factored, Lion, ScheduleFree
+from tests.compilation.changes.own_optimizers import (
+    Counting,
+    Factored,
+    Items,
+    Lion,
+    Replacing,
+    ScheduleFree,
+)
 
 CALLS = 6
 OPTIMIZERS: dict[str, Callable[[], tuple[type[Optimizer], dict[str, Any]]]] = {
@@ -38,6 +45,8 @@ OPTIMIZERS: dict[str, Callable[[], tuple[type[Optimizer], dict[str, Any]]]] = {
     "factored": lambda: (Factored, {}),
     "schedule_free": lambda: (ScheduleFree, {}),
     "counting": lambda: (Counting, {}),
+    "items": lambda: (Items, {}),
+    "replacing": lambda: (Replacing, {}),
 }
 
 Edit = Callable[[Optimizer], Any]

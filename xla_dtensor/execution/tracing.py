@@ -135,8 +135,12 @@ class Tracing(Running):
         """A context in which what is traced has the name of the module that it is for."""
         return executor.NOTHING
 
-    def constant(self, form: Form, value: Any) -> Any:
-        """A storage for a new tensor filled with ``value``, or None to compute it as usual."""
+    def constant(self, form: Form, value: Any, like: bool) -> Any:
+        """A storage for a new tensor filled with ``value``, or None to compute it as usual.
+
+        Args:
+            like: whether it is made like another one (``zeros_like``).
+        """
         return None
 
     # --- running operations -------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Tracing(Running):
         if filled is not None and plan.run is not None:
             form = plan.result_forms[0]
             assert form is not None
-            storage = self.constant(form, filled)
+            storage = self.constant(form, filled, "_like." in call.info.name)
             if storage is not None:
                 return tensor_class(form)(storage, form)
         if not plan.mutated or plan.grows or plan.run is None:

@@ -267,6 +267,24 @@ class FloatItems(Own):
             p.add_(grad, alpha=-group["lr"] / count)
 
 
+class Replacing(Own):
+    """Adam written without operations in place: its state is other tensors after each step, the
+    count, too, and the last gradient is one, itself."""
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        if not state:
+            zero = torch.zeros_like(p)
+            state |= {"count": torch.zeros((), device=p.device), "moments": (zero, zero)}
+            state["before"] = torch.zeros_like(p)
+        mean, square = state["moments"]
+        state["count"] = state["count"] + 1
+        state["moments"] = 0.9 * mean + 0.1 * grad, 0.99 * square + 0.01 * grad * grad
+        mean, square = state["moments"]
+        size = group["lr"] / (1 - 0.9 ** state["count"])
+        p.sub_(size * (mean + 0.1 * (grad - state["before"])) / (square.sqrt() + 1e-3))
+        state["before"] = grad
+
+
 class OnItself(Own):
     """A count and a table of its own, in attributes."""
 
@@ -361,7 +379,7 @@ class OfTorch(Muon):
 
 CLASSES: tuple[type[Optimizer], ...] = (
     *(Lion, Factored, Shampoo, Soap, Orthogonal, ScheduleFree, Counting, Items, FloatItems),
-    *(OnItself, Estimating),
+    *(Replacing, OnItself, Estimating),
     *(Lookahead, Anchored, OfTorch, torch.optim.Adafactor),
 )
 
@@ -439,7 +457,7 @@ def rates_are_numbers_of_the_trace(world: World) -> Program:
 
 # Optimizers that count, and how many programs their first calls take: one that makes the state,
 # one that finds it, and one for each way to decide by the count.
-COUNTS = {Factored: 2, Counting: 2, OnItself: 3, Items: 2, FloatItems: 3}
+COUNTS = {Factored: 2, Counting: 2, OnItself: 3, Items: 2, FloatItems: 3, Replacing: 2}
 
 
 @rows({cls.__name__: (cls, programs) for cls, programs in COUNTS.items()})

@@ -112,10 +112,11 @@ class Inputs:
             NumberChanged: a number is none of the kind that the program was made for.
             HostChanged: what is computed isn't.
         """
+        if not self._on_host:
+            return Prepared(values_of(self._numbers, arguments), [])
         host = HostRun(self._on_host, arguments)
         numbers = values_of(self._numbers, arguments, host.through)
-        if self._on_host:
-            host.through(len(self._on_host) - 1, numbers)
+        host.through(len(self._on_host) - 1, numbers)
         return Prepared(numbers, host.results)
 
     def gather(self, arguments: Arguments, prepared: Prepared, take: bool = True) -> Groups:

@@ -58,13 +58,15 @@ ARITHMETIC = (ArithmeticError, ValueError, TypeError)
 
 
 def values_of(
-    numbers: list[Number], arguments: Any, results: Callable[[int, list[float]], list[Any]]
+    numbers: list[Number],
+    arguments: Any,
+    results: Callable[[int, list[float]], list[Any]] | None = None,
 ) -> list[float]:
     """The present values of a trace's numbers.
 
     Args:
         results: gives the results of one of the host's operations, which may compute with the
-            numbers before it.
+            numbers before it; None if there are none.
 
     Raises:
         NumberChanged: one has none of the kind that it had.
@@ -74,6 +76,7 @@ def values_of(
         if number.read is not None:
             value = number.read(arguments)
         elif number.item is not None:
+            assert results is not None
             operation, index = number.item
             value = results(operation, found)[index].item()
         else:

@@ -241,12 +241,17 @@ class OptimizerHooks:
         user's own optimizer has on the CPU stay there: it may look at them (``step.item()``)."""
         trace, optimizer = self._trace, stepped.optimizer
         moves = stepped.is_torchs() or any("capturable" in g for g in optimizer.param_groups)
+        states = [(p.ndim, state) for p, state in optimizer.state.items() if of_one(state)]
         with unseen():
+            entries = [(n, state, *entry) for n, state in states for entry in state.items()]
+            # What has the dims of a parameter is none, nor is it of one without dims.
+            moments = {
+                key for n, _, key, v in entries if n and isinstance(v, torch.Tensor) and v.ndim
+            }
             found = [
                 (state, key, value)
-                for state in filter(of_one, optimizer.state.values())
-                for key, value in state.items()
-                if self._is_counter(value, moves)
+                for _, state, key, value in entries
+                if key not in moments and self._is_counter(value, moves)
             ]
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
             ours = [v._storage_.array for _, _, v in found if is_ours(v)]
@@ -279,5 +284,7 @@ class OptimizerHooks:
         if not is_ours(value):
             return moves and value.device.type == "cpu"
         storage, form = value._storage_, value._storage_.form
+        # One that the step replaces is another one in each call, like an argument.
+        others = id(storage) in self._trace.not_fetched
         uses = value._steps or self._trace.uses(storage)
-        return not (uses or form.varying or form.is_sharded)
+        return not (others or uses or form.varying or form.is_sharded)

@@ -455,7 +455,7 @@ class StepTrace(TracingProgram):
         thread has written to it."""
         return any(outside.storage is storage for _, outside in self.before.values())
 
-    def constant(self, form: Form, value: Any) -> Storage | None:
+    def constant(self, form: Form, value: Any, like: bool = False) -> Storage | None:
         """A new storage filled with ``value``, if it may be state that outlives the step.
 
         State that an optimizer makes in its first step would otherwise be a constant of the first
@@ -465,7 +465,7 @@ class StepTrace(TracingProgram):
         if not self.optimizer_depth or isinstance(value, torch.SymInt | torch.SymFloat):
             return None
         with executor.running_at_once(), jax.ensure_compile_time_eval(), jax.enable_x64(True):
-            if form.shape == ():
+            if form.shape == () and not like:  # the moments of a parameter without dims are like it
                 array = self.numbers.counter(form, value)
             else:
                 array = arrays.full(form.array_shape, value, form.jax_dtype, form.sharding)
