@@ -53,6 +53,9 @@ REFUSED: dict[str, str] = {
     "kept-counter_asked_for_its_type": r"state\.n",
     "kept-large_ints": r"state\.seed",
     # History from outside of the step, and what torch itself looks at.
+    "leaves-follower_by_data-shared": r"others show what it was",
+    "leaves-follower_that_is_seen-detached": r"others show what it was",
+    "leaves-follower_that_is_seen-state_dict": r"others show what it was",
     "leaves-leaf_becomes_part_of_a_graph": r"backward\(\)",
     "modules-parametrization_cached": r"cached\(\)",
     # What happens in an optimizer's step.

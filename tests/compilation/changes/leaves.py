@@ -181,6 +181,64 @@ def value(world: World, change: Callable[[World, nn.Parameter], Any]) -> Program
     yield step(world.batch(3))
 
 
+def by_data(world: World) -> tuple[nn.Module, nn.Module, dict[str, float], Callable]:
+    """A model, and one that follows it as MoCo's does, by other memory in each step."""
+    model = mlp(world)
+    follower = copy.deepcopy(model).requires_grad_(False)
+    rate = {"kept": 0.9}
+    world.watch(model=model, follower=follower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - follower(x)).pow(2).mean() + model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        for p, followed in zip(follower.parameters(), model.parameters(), strict=True):
+            p.data = p.data * rate["kept"] + followed.data * (1 - rate["kept"])
+        return loss.detach() + follower(x).mean()
+
+    return model, follower, rate, world.compile(step)
+
+
+FOLLOWERS: dict[str, Callable[[nn.Module, nn.Module, dict[str, float]], Any]] = {
+    "rate": lambda model, follower, rate: rate.update(kept=0.5),
+    "loaded": lambda model, follower, rate: follower.load_state_dict(
+        {k: v * 0.5 for k, v in follower.state_dict().items()}
+    ),
+    "given": lambda model, follower, rate: setattr(
+        follower[0].weight, "data", follower[0].weight.data * 0.5
+    ),
+    "shared": lambda model, follower, rate: setattr(
+        follower[0].weight, "data", model[0].weight.data
+    ),
+}
+
+
+@rows(FOLLOWERS)
+def follower_by_data(
+    world: World, change: Callable[[nn.Module, nn.Module, dict[str, float]], Any]
+) -> Program:
+    model, follower, rate, step = by_data(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    world.change(change, model, follower, rate)
+    yield step(world.batch(2))
+    yield step(world.batch(3))
+    world.traced_at_most(3, step)
+
+
+@rows({"detached": nn.Module.named_parameters, "state_dict": nn.Module.state_dict})
+def follower_that_is_seen(world: World, look: Callable[[nn.Module], Any]) -> Program:
+    """What showed its memory keeps what it was."""
+    _, follower, _, step = by_data(world)
+    yield step(world.batch(0))
+    yield step(world.batch(1))
+    seen = [value.detach() for _, value in dict(look(follower)).items()] if world.changes else []
+    yield step(world.batch(2)), seen
+    yield step(world.batch(3)), seen
+
+
 @row()
 def values_swapped(world: World) -> Program:
     first, second, step = pair(world)

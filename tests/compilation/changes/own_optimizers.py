@@ -281,7 +281,7 @@ class Replacing(Own):
         state["moments"] = 0.9 * mean + 0.1 * grad, 0.99 * square + 0.01 * grad * grad
         mean, square = state["moments"]
         size = group["lr"] / (1 - 0.9 ** state["count"])
-        p.sub_(size * (mean + 0.1 * (grad - state["before"])) / (square.sqrt() + 1e-3))
+        p.sub_(size * (mean + 0.1 * (grad - state["before"])) / (square.sqrt() + 0.1))
         state["before"] = grad
 
 

@@ -300,7 +300,10 @@ class Traced:
                 "it would go on there when the step is traced, and in no later call; compute that "
                 "inside of the step, too, or call backward() outside, on the step's result"
             )
+        given = set(map(id, start.arguments.tensors))
         for outside in trace.outside.values():
+            if id(outside.get()) not in given:  # arguments are other tensors in each call
+                outside.refill(trace.owns)
             changed = outside.changed(but_requires_grad=True)
             if changed is not None:
                 raise DataDependentError(

@@ -33,12 +33,14 @@ class ExternalTensor:
             matter what it was.
         asks_grad: whether the step's Python has read or set it.
         switched: whether the step has used it with another ``requires_grad`` than it had.
+        refilled: whether the step has given it other memory, which `refill` has made new values of.
     """
 
     __slots__ = (
         *("asks_grad", "cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps"),
         "form",
-        *("index", "leaf", "only_optimizer", "storage", "switched", "version", "writes"),
+        *("index", "leaf", "only_optimizer", "refilled", "storage", "switched", "version"),
+        "writes",
     )
 
     def __init__(self, tensor: Any) -> None:
@@ -51,7 +53,7 @@ class ExternalTensor:
         self.requires_grad = tensor.requires_grad
         self.is_leaf = is_leaf(tensor)
         self.grad = grad_of(tensor) if self.is_leaf else None
-        self.cleared = self.switched = self.asks_grad = False
+        self.cleared = self.switched = self.asks_grad = self.refilled = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
         self.form = getattr(tensor, "_own_form", None) if self.steps else self._storage_form()
@@ -110,6 +112,31 @@ class ExternalTensor:
             return None if leaf is None else grad_of(leaf)
         return self.get() if self.index is None else arguments.tensors[self.index]
 
+    def refill(self, owns: Callable[[Any], bool]) -> None:
+        """Where the step has given the tensor other memory (``p.data = p.data * 0.9``), give it its
+        own back with the values of that. Nobody can tell, if the step has made that memory, of the
+        same form, and no other tensor sees the one or the other.
+
+        Args:
+            owns: whether the trace has made a storage.
+        """
+        tensor = self.get()
+        new = getattr(tensor, "_storage_", self.storage)
+        if self.storage is None or new is self.storage or self.steps or tensor._steps:
+            return
+        if not owns(new) or new.form != self.form or new.is_shared(tensor):
+            return
+        tensor._become(type(tensor)(self.storage, self.form))
+        if self.is_seen_by_others():
+            tensor._become(type(tensor)(new, new.form))
+            return
+        self.storage.write(new.array, new.form)
+        self.refilled = True
+
+    def is_seen_by_others(self) -> bool:
+        """Whether other tensors show its memory."""
+        return bool(self.storage.is_shared(self.get()))
+
     def is_switched(self) -> bool:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
         tensor = self.get()
@@ -136,9 +163,11 @@ class ExternalTensor:
         if tensor.requires_grad != self.requires_grad and not but_requires_grad:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
+            seen = self.storage is not None and self.is_seen_by_others()
             return (
                 f"the memory of {name}, which is another tensor's now (.data = or set_, where "
                 "copy_() keeps the memory, or a module's double(), half() or to())"
+                + (", while others show what it was (its detach(), a state_dict)" if seen else "")
             )
         if getattr(tensor, "_steps", ()) != self.steps:
             return f"what of its memory {name} shows"
