@@ -825,6 +825,7 @@ def state_in_an_argument(world: World, make: Callable[..., Any]) -> Program:
         state, other = other, state
     for i in range(3):
         yield step(state, world.batch(i)), state.h, state.count, other.h, other.count
+    world.at_most(2, step)
 
 
 class OwnMomentum(torch.optim.Optimizer):

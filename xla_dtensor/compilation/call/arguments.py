@@ -61,7 +61,7 @@ class Arguments:
         anywhere: the per-device ones with one value. The key doesn't have the devices that they lie
             on, which follow from what eager operations were launched with.
         numbers: the numbers (not bools) among the values that may be inputs, by position.
-        fields: which of those are inside of dataclasses.
+        fields: which of those are inside of dataclasses and namespaces.
         containers: the objects that were taken apart: lists, dicts, dataclasses.
         arrays: NumPy's, and other buffers, with their content.
         key: of everything but the numbers' values: calls with different keys have different

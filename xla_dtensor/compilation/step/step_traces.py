@@ -21,7 +21,7 @@ from xla_dtensor.compilation.recorded.attempts import Attempt, trace
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.base_step import name_of
 from xla_dtensor.compilation.step.family import Family
-from xla_dtensor.compilation.watch.effects import counter_refused, goes_on, is_counted_on
+from xla_dtensor.compilation.watch.counted import counter_refused, goes_on, is_counted_on
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.movement.vary import let_vary

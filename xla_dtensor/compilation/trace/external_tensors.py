@@ -121,7 +121,7 @@ class ExternalTensor:
             owns: whether the trace has made a storage.
         """
         tensor = self.get()
-        new = getattr(tensor, "_storage_", self.storage)
+        new: Any = getattr(tensor, "_storage_", self.storage)
         if self.storage is None or new is self.storage or self.steps or tensor._steps:
             return
         if not owns(new) or new.form != self.form or new.is_shared(tensor):
@@ -135,7 +135,7 @@ class ExternalTensor:
 
     def is_seen_by_others(self) -> bool:
         """Whether other tensors show its memory."""
-        return bool(self.storage.is_shared(self.get()))
+        return self.storage is not None and self.storage.is_shared(self.get())
 
     def is_switched(self) -> bool:
         """Whether the tensor has another ``requires_grad`` than the trace found."""
@@ -163,7 +163,7 @@ class ExternalTensor:
         if tensor.requires_grad != self.requires_grad and not but_requires_grad:
             return f"requires_grad of {name}: from {self.requires_grad} to {tensor.requires_grad}"
         if getattr(tensor, "_storage_", None) is not self.storage:
-            seen = self.storage is not None and self.is_seen_by_others()
+            seen = self.is_seen_by_others()
             return (
                 f"the memory of {name}, which is another tensor's now (.data = or set_, where "
                 "copy_() keeps the memory, or a module's double(), half() or to())"
