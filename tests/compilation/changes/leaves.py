@@ -239,6 +239,23 @@ def follower_that_is_seen(world: World, look: Callable[[nn.Module], Any]) -> Pro
     yield step(world.batch(3)), seen
 
 
+@rows({"itself": lambda made: made, "cloned": torch.clone})
+def memory_given_and_returned(world: World, result: Callable[[torch.Tensor], Any]) -> Program:
+    """What the caller writes to it shows in the parameter that has it, too."""
+    weight = world.parameter(numbers(0, 8, 6))
+    world.watch(weight=weight)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.data = made = weight.data + x.mean()
+        return result(made)
+
+    compiled = world.compile(step)
+    for i in range(3):
+        made = compiled(world.batch(i))
+        world.change(made.add_, 1.0)
+        yield made, weight.detach().clone()
+
+
 @row()
 def values_swapped(world: World) -> Program:
     first, second, step = pair(world)

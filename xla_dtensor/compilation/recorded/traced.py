@@ -322,9 +322,16 @@ class Traced:
         effects.convert(surroundings, watch, objects, made)
         self.hooks.take_numbers()
         outputs.collect_gradients(made, history)
+        shown = {id(tensor._storage_) for tensor in filter(is_ours, flat)}
         del flat, made, history, objects, self._made
         gc.collect()  # storages in garbage aren't effects
         outputs.collect_storages()
+        if any(id(storage) in shown for storage, _ in outputs.left):
+            raise DataDependentError(
+                "the step returns memory that it has given to a tensor from outside (.data =): "
+                "they would share it in the call that is traced, and in no later one; return a "
+                "clone() of it"
+            )
         return outputs.take_arrays()
 
 
