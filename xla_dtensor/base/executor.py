@@ -198,8 +198,15 @@ class Executor:
     def sets_grad(self, tensor: Any) -> None:
         """Python is about to assign to ``tensor.grad``."""
 
-    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
-        """A backward pass begins: from ``outputs``, to all leaves or to given tensors."""
+    def backward(self, outputs: Any, keeps_graph: bool, accumulates: bool, to_leaves: bool) -> None:
+        """A backward pass begins.
+
+        Args:
+            outputs: where.
+            keeps_graph: whether there may be another one.
+            accumulates: whether it adds to ``.grad`` (``backward``), or returns (``grad``).
+            to_leaves: whether it adds to that of all leaves; else to that of given tensors.
+        """
 
     def begin_recomputation(self) -> None:
         """``torch.utils.checkpoint`` starts to run a block again, in backward."""

@@ -320,7 +320,7 @@ class StepBatch(lazy.Lazy):
         found, self._found = self._found, []
         return [(one, one.form, results[place_of[one.pending.index, one.form]]) for one in found]
 
-    def backward(self, outputs: Any, keeps_graph: bool, to_leaves: bool) -> None:
+    def backward(self, outputs: Any, keeps_graph: bool, accumulates: bool, to_leaves: bool) -> None:
         if activation_memory_budget() != 1:
             raise UnsupportedOpError(
                 'torch._functorch.config.activation_memory_budget with watch="replay": what the '

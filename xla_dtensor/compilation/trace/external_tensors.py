@@ -29,8 +29,8 @@ class ExternalTensor:
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
-        cleared: whether the step has set that to None before it used the tensor, so that it doesn't
-            matter what it was.
+        cleared: whether the step has set that to None before it looked at it, or a backward pass
+            added to it, so that it doesn't matter what it was.
         asks_grad: whether the step's Python has read or set it.
         switched: whether the step has used it with another ``requires_grad`` than it had.
         refilled: whether the step has given it other memory, which `refill` has made new values of.

@@ -96,6 +96,7 @@ class StepTrace(TracingProgram):
         self.refused: DataDependentError | None = None  # the latest of `refuse`
         self._modules = ModuleScopes()
         self.passes = BackwardPasses()
+        self._accumulates = False  # whether a backward pass has added to leaves' gradients
         # Scalars whose item an optimizer's formula has asked for: (the array, the number), by id.
         self._items: dict[int, tuple[Any, Any]] = {}
         self.history_begins = sequence_number()
@@ -237,11 +238,18 @@ class StepTrace(TracingProgram):
             known.asks_grad = True
 
     def sets_grad(self, tensor: Any) -> None:
-        is_first = id(tensor) not in self.outside
+        known = self.outside.get(id(tensor))
+        matters = known is not None and self._grad_matters(known)
         self.reads_grad(tensor)
         known = self.outside.get(id(tensor))
         if known is not None:
-            known.cleared |= is_first
+            known.cleared |= not matters
+
+    def _grad_matters(self, outside: ExternalTensor) -> bool:
+        """Whether the step may have looked at a leaf's gradient so far, or added to it."""
+        storage = getattr(outside.grad, "_storage_", None)
+        seen = outside.asks_grad or (storage is not None and self.uses(storage))
+        return seen or self._accumulates
 
     def _made_here(self, tensor: Any) -> bool:
         """Whether a tensor that has a history is a view that the step made."""
@@ -473,13 +481,16 @@ class StepTrace(TracingProgram):
         self._capture(storage, fill_value=value)
         return storage
 
-    def backward(self, outputs: Iterable[Any], keeps_graph: bool, to_leaves: bool) -> None:
+    def backward(
+        self, outputs: Iterable[Any], keeps_graph: bool, accumulates: bool, to_leaves: bool
+    ) -> None:
         """A backward pass from ``outputs`` begins.
 
         Raises:
             DataDependentError: it would go on outside of the step.
         """
         self.passes.begins()
+        self._accumulates |= accumulates
         if self.differentiating:
             return
         for number, node in nodes_of(outputs):

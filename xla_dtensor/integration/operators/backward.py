@@ -63,9 +63,11 @@ def install() -> None:
             with _of_other_devices(outputs):
                 return original(outputs, *args, **kwargs)
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        to_leaves = given.get("accumulate_grad", True) and not given.get("inputs")
+        accumulates = given.get("accumulate_grad", True)
+        to_leaves = accumulates and not given.get("inputs")
         if not forked.is_child():  # where CPU tensors have gradients, and xla operations raise
-            executor.current().backward(outputs, bool(given.get("keep_graph")), to_leaves)
+            keeps = bool(given.get("keep_graph"))
+            executor.current().backward(outputs, keeps, accumulates, to_leaves)
             if not interrupts.ready():
                 interrupts.install()
         return complete(outputs, *args, **kwargs)
