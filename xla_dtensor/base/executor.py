@@ -129,6 +129,9 @@ class Executor:
     def touched(self, tensor: Any) -> None:
         """A view of ``tensor`` is being made."""
 
+    def moves(self, tensor: Any, value: Any) -> None:
+        """``tensor`` is about to get the memory of ``value`` (``tensor.data = value``)."""
+
     def writing(self, storage: Any) -> None:
         """A storage is about to get a new value."""
 
@@ -202,10 +205,11 @@ class Executor:
         """A backward pass begins.
 
         Args:
-            outputs: where.
+            outputs: the tensors that it begins at.
             keeps_graph: whether there may be another one.
-            accumulates: whether it adds to ``.grad`` (``backward``), or returns (``grad``).
-            to_leaves: whether it adds to that of all leaves; else to that of given tensors.
+            accumulates: whether it adds to leaves' ``.grad`` (``x.backward()``); what
+                ``torch.autograd.grad`` asks for is returned instead.
+            to_leaves: whether it adds to that of all leaves (not ``backward(inputs=...)``).
         """
 
     def begin_recomputation(self) -> None:

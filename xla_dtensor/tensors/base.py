@@ -219,6 +219,7 @@ class TensorMethods(HasMemory, OurTensor):
     @data.setter
     def data(self, value: Any) -> None:
         refuse_other_kind(self, value, "an assignment to .data")
+        executor.current().moves(self, value)
         self._become(value)
 
     @property

@@ -56,6 +56,8 @@ REFUSED: dict[str, str] = {
     "leaves-follower_by_data-shared": r"others show what it was",
     "leaves-follower_that_is_seen-detached": r"others show what it was",
     "leaves-follower_that_is_seen-state_dict": r"others show what it was",
+    "leaves-gradient_with_new_memory-detached": r"changes the memory",
+    "leaves-gradient_with_new_memory-of_another": r"changes the memory",
     "leaves-memory_given_and_returned-itself": r"changes the memory|return a clone",
     "leaves-leaf_becomes_part_of_a_graph": r"backward\(\)",
     "modules-parametrization_cached": r"cached\(\)",

@@ -256,6 +256,63 @@ def memory_given_and_returned(world: World, result: Callable[[torch.Tensor], Any
         yield made, weight.detach().clone()
 
 
+BUFFERS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "whole": lambda flat: [flat],
+    "views": lambda flat: [flat[:2], flat[2:]],
+}
+
+
+@rows(BUFFERS)
+def gradients_in_a_buffer(
+    world: World, cut: Callable[[torch.Tensor], list[torch.Tensor]]
+) -> Program:
+    """Gradients that a step puts into somebody's memory, and a backward pass adds to it there."""
+    flat = world.tensor(torch.zeros(4, 6), None)
+    weights = [world.parameter(numbers(0, *part.shape), None) for part in cut(flat)]
+    world.watch(flat=flat, **{f"weight{i}": weight for i, weight in enumerate(weights)})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = sum((x @ weight.T).pow(2).mean() for weight in weights)
+        for weight, part in zip(weights, cut(flat), strict=True):
+            weight.grad = part
+        loss.backward()
+        return loss.detach()
+
+    compiled = world.compile(step)
+    x = world.tensor(numbers(3, 4, 6), None)
+    yield compiled(x), flat, [weight.grad for weight in weights]
+    yield compiled(x), flat
+    world.change(weights[0].grad.zero_)
+    yield flat, [weight.grad for weight in weights]
+    yield compiled(x), flat
+    world.change(flat.fill_, 2.0)
+    yield flat, [weight.grad for weight in weights]
+    world.traced_at_most(1, compiled)
+
+
+@rows({"detached": 1, "of_another": 2})
+def gradient_with_new_memory(world: World, kind: int) -> Program:
+    """Of a gradient, which is another tensor in each call, and which others may show."""
+    weight, other = (world.parameter(numbers(seed, 8, 6)) for seed in (0, 1))
+    world.watch(weight=weight, other=other)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (x @ weight.T).pow(2).mean()
+        loss.backward()
+        weight.grad.data = weight.grad.data * 0.5
+        return loss.detach()
+
+    compiled = world.compile(step)
+    for i in range(3):
+        yield compiled(world.batch(i)), weight.grad
+    kept = weight.grad.detach()
+    if world.changes and kind == 1:
+        kept.mul_(3.0)
+    if world.changes and kind == 2:
+        other.grad = kept
+    yield compiled(world.batch(3)), weight.grad, kept
+
+
 @row()
 def values_swapped(world: World) -> Program:
     first, second, step = pair(world)

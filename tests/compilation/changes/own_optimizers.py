@@ -285,6 +285,38 @@ class Replacing(Own):
         state["before"] = grad
 
 
+class Remembering(Own):
+    """The last gradient, itself: where gradients are zeroed in their memory, it is always this
+    one."""
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        before = state.get("before")
+        state["before"] = grad
+        p.add_(grad if before is None else grad + 0.5 * before, alpha=-group["lr"])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+class Noting(Own):
+    """A count of all steps, which the state of each parameter and a dict by names have, too."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.steps = 0
+
+    def begin(self, group: Any) -> None:
+        self.steps += 1
+        whole = self.state["whole"]
+        whole["seen"] = whole.get("seen", 0) + 1
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        if not state:
+            state["start"] = self.steps
+        state["last"] = self.steps
+        p.sub_(grad * group["lr"] / (self.steps + state["start"] + self.state["whole"]["seen"]))
+
+
 class OnItself(Own):
     """A count and a table of its own, in attributes."""
 
@@ -379,7 +411,7 @@ class OfTorch(Muon):
 
 CLASSES: tuple[type[Optimizer], ...] = (
     *(Lion, Factored, Shampoo, Soap, Orthogonal, ScheduleFree, Counting, Items, FloatItems),
-    *(Replacing, OnItself, Estimating),
+    *(Replacing, Remembering, Noting, OnItself, Estimating),
     *(Lookahead, Anchored, OfTorch, torch.optim.Adafactor),
 )
 
@@ -458,6 +490,7 @@ def rates_are_numbers_of_the_trace(world: World) -> Program:
 # Optimizers that count, and how many programs their first calls take: one that makes the state,
 # one that finds it, and one for each way to decide by the count.
 COUNTS = {Factored: 2, Counting: 2, OnItself: 3, Items: 2, FloatItems: 3, Replacing: 2}
+COUNTS |= {Remembering: 2, Noting: 2}
 
 
 @rows({cls.__name__: (cls, programs) for cls, programs in COUNTS.items()})

@@ -74,7 +74,7 @@ class Guards:
         given = known.bound_arguments or known.bound_on_host or known.free_arguments
         # Only hooks that are there: a user may empty their dict; one that is added moves the epoch.
         hooked = [o for o in (*traced.outside, *traced.others) if o.hooks and o.is_fixed]
-        refilled = [o for o in traced.outside if o.refilled]
+        moved = [o for o in traced.outside if o.moved_back]
         lay = [tensor._storage_.form.frame for tensor in arguments.anywhere]
         checks: list[tuple[Callable[[Arguments], str | None], Any]] = [
             (gradients.mismatch, gradients.leaves),
@@ -85,7 +85,7 @@ class Guards:
             (inputs.kept.mismatch, inputs.kept.sources),
             (functools.partial(_other_settings, trace.settings), trace.settings),
             (functools.partial(_other_hooks, hooked), hooked),
-            (functools.partial(_other_viewers, refilled), refilled),
+            (functools.partial(_other_viewers, moved), moved),
         ]
         self._checks = [check for check, compared in checks if compared]
         try:
@@ -239,8 +239,8 @@ def _other_ids(asked: list[tuple[int, Any]], arguments: Arguments) -> str | None
     return None
 
 
-def _other_viewers(refilled: list[ExternalTensor], _: Arguments) -> str | None:
-    for outside in refilled:
+def _other_viewers(moved: list[ExternalTensor], _: Arguments) -> str | None:
+    for outside in moved:
         if outside.is_seen_by_others():
             shape = list(outside.get().shape)
             return f"which tensors show the memory of one of shape {shape}, which the step replaces"

@@ -107,8 +107,21 @@ class OutputRecipes:
                 known[1].shown = shown_class(type(value))
         return known[1]
 
-    def gradient(self, grad: Any) -> NewTensor:
-        """The same of what a leaf's ``.grad`` is when the step ends."""
+    def gradient(self, grad: Any, made: set[int]) -> Any:
+        """The same of what a leaf's ``.grad`` is when the step ends.
+
+        Args:
+            made: the memory, by id, of what an optimizer has made and keeps.
+        """
+        if id(grad._storage_) in made:
+            return FixedObject(grad)  # the state is the gradient; the next call is traced again
+        if not self._trace.owns(grad._storage_):
+            # Somebody's memory, which a backward pass has added to (``p.grad = buffer``).
+            if id(grad) in self._watch.reached.tensors:
+                return FixedObject(grad)
+            base = self._base(grad)
+            if base is not None:
+                return self._view(grad, *base)
         known = self._known.get(id(grad))
         if known is not None and isinstance(known[1], NewTensor):
             return known[1]
@@ -213,7 +226,10 @@ class OutputRecipes:
             if self._history.takes(value):
                 self._history.add(template, value)
             return template
-        of, base = found or (value, value)
+        return self._view(value, *(found or (value, value)))
+
+    def _view(self, value: Any, of: Any, base: Any) -> ViewRecipe:
+        """A view of what a later call finds by ``of``, which ``base`` is in this one."""
         detached = not value.requires_grad and (
             base.requires_grad
             or not (is_view(value) and any(value._base is t for t in (base, base._base)))

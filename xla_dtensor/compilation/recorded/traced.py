@@ -289,6 +289,30 @@ class Traced:
             )
         return found
 
+    def _check_outside(self, start: Start) -> set[int]:
+        """Refuse what the step has done to tensors from outside, and each call can't; the ids of
+        memory that it has given to those with which it does nothing else. (The next call finds it
+        there, and is traced again.)"""
+        outside = self.trace.outside
+        grads = [o.grad for o in outside.values() if o.grad is not None]
+        others = set(map(id, (*start.arguments.tensors, *grads)))  # not the same in each call
+        moved: set[int] = set()
+        for key, each in list(outside.items()):
+            tensor = each.get()
+            if id(tensor) not in others:
+                each.move_back(self.trace.owns)
+            if each.only_moved and not each.moved_back:
+                del outside[key]
+                moved.add(id(tensor._storage_))
+                continue
+            changed = each.changed(but_requires_grad=True)
+            if changed is not None:
+                raise DataDependentError(
+                    f"the step changes {changed}: that would happen when it is traced, not in "
+                    "every call; do it outside of the compiled step"
+                )
+        return moved
+
     def _end_of_trace(self, start: Start, result: list[Any]) -> list[Any]:
         """Called when the step's Python has run, while the trace still goes on: the arrays that the
         program returns."""
@@ -300,20 +324,17 @@ class Traced:
                 "it would go on there when the step is traced, and in no later call; compute that "
                 "inside of the step, too, or call backward() outside, on the step's result"
             )
-        given = set(map(id, start.arguments.tensors))
-        for outside in trace.outside.values():
-            if id(outside.get()) not in given:  # arguments are other tensors in each call
-                outside.refill(trace.owns)
-            changed = outside.changed(but_requires_grad=True)
-            if changed is not None:
-                raise DataDependentError(
-                    f"the step changes {changed}: that would happen when it is traced, not in "
-                    "every call; do it outside of the compiled step"
-                )
+        moved = self._check_outside(start)
         trace.note_left()
         outputs = self.outputs = TracedOutputs(trace, self.host)
         objects = self._made
         flat, outputs.tree = objects.flatten(result.pop())
+        if not moved.isdisjoint(id(tensor._storage_) for tensor in filter(is_ours, flat)):
+            raise DataDependentError(
+                "the step returns memory that it has given to a tensor from outside (.data =): "
+                "they would share it in the call that is traced, and in no later one; return a "
+                "clone() of it"
+            )
         history = History(trace)
         made = OutputRecipes(outputs, start.arguments, watch, history)
         effects = self.effects = TracedEffects(trace, surroundings, self.names_of_carried)
@@ -321,17 +342,10 @@ class Traced:
         outputs.results = list(map(made.result, flat))
         effects.convert(surroundings, watch, objects, made)
         self.hooks.take_numbers()
-        outputs.collect_gradients(made, history)
-        shown = {id(tensor._storage_) for tensor in filter(is_ours, flat)}
+        outputs.collect_gradients(made, history, self.hooks.memory_made())
         del flat, made, history, objects, self._made
         gc.collect()  # storages in garbage aren't effects
         outputs.collect_storages()
-        if any(id(storage) in shown for storage, _ in outputs.left):
-            raise DataDependentError(
-                "the step returns memory that it has given to a tensor from outside (.data =): "
-                "they would share it in the call that is traced, and in no later one; return a "
-                "clone() of it"
-            )
         return outputs.take_arrays()
 
 

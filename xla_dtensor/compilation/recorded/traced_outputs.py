@@ -48,7 +48,7 @@ class TracedOutputs:
         self.results: list[Recipe] = []
         self.tree: Any = None
         self.history: History | None = None
-        self.grads: list[tuple[Any, NewTensor | None]] = []
+        self.grads: list[tuple[Any, Recipe | None]] = []
         self.captured: list[ExternalStorage] = []
         self.written: dict[int, int] = {}
         self.come_apart: list[tuple[Storage, Form]] = []
@@ -71,9 +71,13 @@ class TracedOutputs:
         arrays, self._arrays = self._arrays, []
         return arrays
 
-    def collect_gradients(self, made: OutputRecipes, history: History) -> None:
+    def collect_gradients(self, made: OutputRecipes, history: History, kept: set[int]) -> None:
         """What the step leaves in leaves' ``.grad``, which get back what they had before; and the
-        history of its results."""
+        history of its results.
+
+        Args:
+            kept: the memory, by id, of what an optimizer has made and keeps.
+        """
         self.random_operations = self.trace.random_operations()  # not those of the backward program
         # A copy of the dict: a gradient that is a view of a captured tensor adds that tensor to it.
         for outside in list(self.trace.outside.values()):
@@ -85,7 +89,7 @@ class TracedOutputs:
                 continue
             if not outside.asks_grad and self.trace.has_others_gradient(outside):
                 continue
-            template = None if grad is None else made.gradient(grad)
+            template = None if grad is None else made.gradient(grad, kept)
             self.grads.append((outside, template))
             set_grad_of(leaf, outside.grad)
         made.finish()

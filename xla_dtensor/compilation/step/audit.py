@@ -9,13 +9,14 @@ from typing import Any
 from xla_dtensor.base.jax_private import summarize_source
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.recipes import BuiltObject, ComputedNumber
+from xla_dtensor.compilation.call.recipes import BuiltObject, ComputedNumber, NewTensor
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.recorded.attempts import trace
 from xla_dtensor.compilation.recorded.jaxpr_text import text_of
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.errors import StaleStepError
+from xla_dtensor.mesh import Frame
 from xla_dtensor.tensors.of_form import is_ours
 
 
@@ -63,8 +64,7 @@ def _signature(traced: Traced, arguments: Arguments) -> dict[str, Any]:
         "the layouts of its results": [form.placed(traced.frame) for form in traced.outputs.forms],
         "what it returns": (traced.outputs.tree, list(map(_part, traced.outputs.results))),
         "the gradients that it leaves": [
-            (id(outside.get()), None if t is None else (t.index, t.form.placed(traced.frame)))
-            for outside, t in traced.outputs.grads
+            (id(outside.get()), _gradient(t, traced.frame)) for outside, t in traced.outputs.grads
         ],
         "what its Python changes": {
             (e.place.container, e.place.path, key): _left(value)
@@ -81,6 +81,12 @@ def _add_what_is_there(changes: dict[Any, Any], traced: Traced) -> None:
         for key, value in effect.after.items():
             if effect.argument is None and is_atom(value) and value is effect.place.at(key):
                 changes.setdefault((effect.place.container, effect.place.path, key), _left(value))
+
+
+def _gradient(recipe: Any, frame: Frame | None) -> Any:
+    if isinstance(recipe, NewTensor):
+        return recipe.index, recipe.form.placed(frame)
+    return None if recipe is None else _part(recipe)
 
 
 def _part(result: Any) -> Any:

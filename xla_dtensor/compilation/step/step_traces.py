@@ -165,6 +165,7 @@ class StepTraces:
         """
         tried: set[str] = set()
         replaced: set[str] = set()
+        not_yet: set[str] = set()  # what the step raises, and may take from its place another time
         while True:
             attempt = Attempt()
             try:
@@ -182,8 +183,12 @@ class StepTraces:
                 except BaseException:
                     self._carried |= suspects  # it raises without carried numbers, too
                     raise
-                # The step's Python raises for symbolic numbers, which carried ones are.
-                self._not_carried |= dict.fromkeys(suspects, error)
+                # The step's Python raises for symbolic numbers, which carried ones are. (Where it
+                # makes an optimizer's state it may do so in this call alone.)
+                if suspects <= tried and missed is None:
+                    not_yet |= suspects
+                else:
+                    self._not_carried |= dict.fromkeys(suspects, error)
                 tried = set()
                 continue
             effects = traced.effects
@@ -199,6 +204,7 @@ class StepTraces:
             again = [e for e in effects.all if is_counted_on(e, carried, earlier)]
             counted = {label for effect in again for label in effect.labels()} & effects.counted
             found = (effects.replaced | counted) - self._not_carried.keys() - self._carried
+            found -= not_yet
             if found:
                 traced.undo()
                 self._carried |= found

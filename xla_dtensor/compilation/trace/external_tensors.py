@@ -29,18 +29,19 @@ class ExternalTensor:
         only_optimizer: whether it was an optimizer that first used it: state, which no graph saves.
         writes: how many writes autograd has counted during the trace; each call counts as many.
         grad: its ``.grad`` when the step began.
-        cleared: whether the step has set that to None before it looked at it, or a backward pass
+        cleared: whether the step has set its ``.grad`` to None before anything looked at that or
             added to it, so that it doesn't matter what it was.
         asks_grad: whether the step's Python has read or set it.
         switched: whether the step has used it with another ``requires_grad`` than it had.
-        refilled: whether the step has given it other memory, which `refill` has made new values of.
+        only_moved: whether the step has done nothing with it but give it other memory.
+        moved_back: whether the step has given it other memory, and `move_back` its own again.
     """
 
     __slots__ = (
         *("asks_grad", "cleared", "get", "grad", "hooks", "is_leaf", "requires_grad", "steps"),
         "form",
-        *("index", "leaf", "only_optimizer", "refilled", "storage", "switched", "version"),
-        "writes",
+        *("index", "leaf", "moved_back", "only_moved", "only_optimizer"),
+        *("storage", "switched", "version", "writes"),
     )
 
     def __init__(self, tensor: Any) -> None:
@@ -53,7 +54,8 @@ class ExternalTensor:
         self.requires_grad = tensor.requires_grad
         self.is_leaf = is_leaf(tensor)
         self.grad = grad_of(tensor) if self.is_leaf else None
-        self.cleared = self.switched = self.asks_grad = self.refilled = False
+        self.cleared = self.switched = self.asks_grad = False
+        self.moved_back = self.only_moved = False
         self.storage = getattr(tensor, "_storage_", None)
         self.steps = getattr(tensor, "_steps", ())
         self.form = getattr(tensor, "_own_form", None) if self.steps else self._storage_form()
@@ -112,7 +114,7 @@ class ExternalTensor:
             return None if leaf is None else grad_of(leaf)
         return self.get() if self.index is None else arguments.tensors[self.index]
 
-    def refill(self, owns: Callable[[Any], bool]) -> None:
+    def move_back(self, owns: Callable[[Any], bool]) -> None:
         """Where the step has given the tensor other memory (``p.data = p.data * 0.9``), give it its
         own back with the values of that. Nobody can tell, if the step has made that memory, of the
         same form, and no other tensor sees the one or the other.
@@ -131,7 +133,7 @@ class ExternalTensor:
             tensor._become(type(tensor)(new, new.form))
             return
         self.storage.write(new.array, new.form)
-        self.refilled = True
+        self.moved_back = True
 
     def is_seen_by_others(self) -> bool:
         """Whether other tensors show its memory."""

@@ -123,6 +123,11 @@ class OptimizerHooks:
             seen.take_numbers()
         self._seen = dict(self.stepped)
 
+    def memory_made(self) -> set[int]:
+        """The memory, by id, of the tensors that they have put into their state."""
+        made = (value for stepped in self.stepped.values() for value in stepped.made())
+        return {id(value._storage_) for value in made if is_ours(value)}
+
     def undo(self) -> None:
         """Give the optimizers the state that they had before the trace."""
         self.take_numbers()
@@ -241,10 +246,11 @@ class OptimizerHooks:
         user's own optimizer has on the CPU stay there: it may look at them (``step.item()``)."""
         trace, optimizer = self._trace, stepped.optimizer
         moves = stepped.is_torchs() or any("capturable" in g for g in optimizer.param_groups)
-        states = [(p.ndim, state) for p, state in optimizer.state.items() if of_one(state)]
+        dims = lambda p: p.ndim if isinstance(p, torch.Tensor) else 0
+        states = [(dims(p), state) for p, state in optimizer.state.items() if of_one(state)]
         with unseen():
             entries = [(n, state, *entry) for n, state in states for entry in state.items()]
-            # What has the dims of a parameter is none, nor is it of one without dims.
+            # What has dims for a parameter that has some is a moment, also where it has none.
             moments = {
                 key for n, _, key, v in entries if n and isinstance(v, torch.Tensor) and v.ndim
             }
@@ -284,7 +290,8 @@ class OptimizerHooks:
         if not is_ours(value):
             return moves and value.device.type == "cpu"
         storage, form = value._storage_, value._storage_.form
-        # One that the step replaces is another one in each call, like an argument.
+        # Arguments' memory, and what the step replaces (it is carried as one), is another in each
+        # call.
         others = id(storage) in self._trace.not_fetched
         uses = value._steps or self._trace.uses(storage)
         return not (others or uses or form.varying or form.is_sharded)

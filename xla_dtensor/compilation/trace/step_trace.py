@@ -211,8 +211,16 @@ class StepTrace(TracingProgram):
             if self.optimizer_depth:
                 met.only_optimizer = True
             self.outside[id(tensor)] = known = met
+        known.only_moved = False
         if tensor.requires_grad != known.requires_grad:
             known.switched = True
+
+    def moves(self, tensor: Any, value: Any) -> None:
+        if id(tensor) not in self.outside and is_ours(value) and self.owns(value._storage_):
+            self.touched(tensor)
+            known = self.outside.get(id(tensor))
+            if known is not None:
+                known.only_moved = True
 
     def _keep_on_devices(self, tensor: Any, outside: ExternalTensor) -> None:
         for each in (tensor if outside.requires_grad else None, outside.grad):
@@ -246,7 +254,8 @@ class StepTrace(TracingProgram):
             known.cleared |= not matters
 
     def _grad_matters(self, outside: ExternalTensor) -> bool:
-        """Whether the step may have looked at a leaf's gradient so far, or added to it."""
+        """Whether the step may have looked at a leaf's gradient so far, or added to it (a backward
+        pass to some leaf is taken for one to all: it says only where it begins)."""
         storage = getattr(outside.grad, "_storage_", None)
         seen = outside.asks_grad or (storage is not None and self.uses(storage))
         return seen or self._accumulates

@@ -99,17 +99,18 @@ class SteppedOptimizer:
 
     def made_state(self) -> bool:
         """Whether the step has filled state that wasn't there."""
-        return any(True for _ in self._made())
+        return any(True for _ in self.made())
 
-    def _made(self) -> Iterator[Any]:
+    def made(self) -> Iterator[Any]:
+        """What it has put into its state under keys that weren't there."""
         return (value for key, (_, value) in self._entries().items() if key not in self._before)
 
     def replaced_state(self, settable: set[tuple[int, str]]) -> bool:
         """Whether it has put something else in place of state that was there, or removed it.
 
         Args:
-            settable: as in `check`, of entries in the state: a count, say, which the step's Python
-                raises, and each call after it.
+            settable: as in `check`, of entries in the state (a count, say): each call puts there
+                what it comes to.
         """
         now = self._entries()
         known = self.shared | settable
@@ -139,7 +140,7 @@ class SteppedOptimizer:
         cls = users_class(self.optimizer)
         if cls is torch.optim.SGD and any(g["fused"] for g in self.optimizer.param_groups):
             return False
-        return self.is_torchs() and not any(v.__class__ is torch.Tensor for v in self._made())
+        return self.is_torchs() and not any(v.__class__ is torch.Tensor for v in self.made())
 
     def is_torchs(self) -> bool:
         """Whether torch defines it."""
