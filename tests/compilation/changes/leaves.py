@@ -256,16 +256,15 @@ def memory_given_and_returned(world: World, result: Callable[[torch.Tensor], Any
         yield made, weight.detach().clone()
 
 
-BUFFERS: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+Cut = Callable[[torch.Tensor], list[torch.Tensor]]
+BUFFERS: dict[str, Cut] = {
     "whole": lambda flat: [flat],
     "views": lambda flat: [flat[:2], flat[2:]],
 }
 
 
 @rows(BUFFERS)
-def gradients_in_a_buffer(
-    world: World, cut: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> Program:
+def gradients_in_a_buffer(world: World, cut: Cut) -> Program:
     """Gradients that a step puts into somebody's memory, and a backward pass adds to it there."""
     flat = world.tensor(torch.zeros(4, 6), None)
     weights = [world.parameter(numbers(0, *part.shape), None) for part in cut(flat)]
@@ -310,7 +309,7 @@ def gradient_with_new_memory(world: World, kind: int) -> Program:
         kept.mul_(3.0)
     if world.changes and kind == 2:
         other.grad = kept
-    yield compiled(world.batch(3)), weight.grad, kept
+    yield compiled(world.batch(3)), weight.grad, kept, other.grad
 
 
 @row()
