@@ -261,7 +261,7 @@ _OF_SUBCLASSES: tuple[tuple[Any, ObjectKind | None], ...] = (
     ((list, deque, set), LIST),
     (dict, DICT),
     ((tuple, frozenset), SEQUENCE),
-    (types.SimpleNamespace, DATACLASS),
+    (types.SimpleNamespace, DATACLASS),  # a state that is given to a step: its counts are inputs
     ((UserDict, BlockMask), RECORD),
     (types.CellType, CELL),
     (IteratorArgument, STREAM),

@@ -114,6 +114,8 @@ class Inputs:
         """
         if not self._on_host:
             return Prepared(values_of(self._numbers, arguments), [])
+        # Each operation runs once, in order, as soon as a number is the item of its result: a later
+        # one may write to the same tensor.
         host = HostRun(self._on_host, arguments)
         numbers = values_of(self._numbers, arguments, host.through)
         host.through(len(self._on_host) - 1, numbers)

@@ -550,8 +550,9 @@ class HostOperations(TorchDispatchMode):
     # --- values in Python ---------------------------------------------------------------------
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        """``tensor.item()``: an input of the program where the value is a float, or one that has
-        changed, else part of the program."""
+        """``tensor.item()``: an input of the program where the value is a float, or an int that has
+        changed between calls (known by the expression that asks for it); else part of the program.
+        """
         self.items += 1
         with disable_current_modes():
             value = tensor.item()

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a Python object that is an input of the program.
+    """A number that is an input of the program. One of ``read``, ``compute`` and ``item`` says how
+    a call comes to it.
 
     Attributes:
         read: its present value, from a call's arguments.
@@ -60,13 +61,13 @@ ARITHMETIC = (ArithmeticError, ValueError, TypeError)
 def values_of(
     numbers: list[Number],
     arguments: Any,
-    results: Callable[[int, list[float]], list[Any]] | None = None,
+    results_of: Callable[[int, list[float]], list[Any]] | None = None,
 ) -> list[float]:
     """The present values of a trace's numbers.
 
     Args:
-        results: gives the results of one of the host's operations, which may compute with the
-            numbers before it; None if there are none.
+        results_of: gives the results of one of the host's operations, which may compute with the
+            numbers before it; None if the host has none.
 
     Raises:
         NumberChanged: one has none of the kind that it had.
@@ -76,9 +77,9 @@ def values_of(
         if number.read is not None:
             value = number.read(arguments)
         elif number.item is not None:
-            assert results is not None
+            assert results_of is not None
             operation, index = number.item
-            value = results(operation, found)[index].item()
+            value = results_of(operation, found)[index].item()
         else:
             value = number.computed(found)
         if number.integer and not fits(value):
