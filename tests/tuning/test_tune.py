@@ -360,6 +360,41 @@ def test_attention_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_gpu_compiler
+def test_scores_of_attention_whose_queries_are_cut_take_time() -> None:
+    """cuDNN's kernel takes a device's heads, and not its part of the queries."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 3 * 512), nn.Linear(512, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            split = [t.unflatten(-1, (4, 128)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)]
+            found = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+            return self.out(found.transpose(1, 2).flatten(-2))
+
+    def build(parallelize: Any) -> Any:
+        model = parallelize(Attention().bfloat16())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    def scores(rows: int, **mesh: int) -> float:
+        batch = (torch.zeros(rows, 2048, 64, dtype=torch.bfloat16),)
+        found = xd.tune(build, batch, topology="h100:1x8", top=0, mesh=mesh)
+        return min(trial.estimate.scores for trial in found.trials)
+
+    pairs = 4 * 2048 * 2048 / 8
+    assert scores(1, cp=8) == pytest.approx(pairs * (12 + 28) / 3.35e12, rel=0.01)
+    assert scores(8, dp=8) == 0
+    assert scores(2, dp=2, tp=4) == 0
+
+
+@needs_gpu_compiler
 def test_the_compiler_of_absent_gpus_is_asked() -> None:
     """By threads that know nothing of the `xd.abstract` block in which steps are traced."""
     found = xd.tune(build(), batch(7), topology="h100:1x8", top=2)

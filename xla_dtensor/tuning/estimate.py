@@ -19,6 +19,11 @@ from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.runtime.chips import Chip
 from xla_dtensor.tuning.problem import Problem, Solution
 
+SCORES = {"forward": 12.0, "backward": 28.0}
+"""The bytes of a device's memory that are written and read for each pair of a query and a key where
+attention is computed in blocks: scores, their exponentials, and backward the gradients of both. A
+70B's step on 256 GPUs takes as much longer by XLA's order (657 ms; `docs/design.md`)."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -32,6 +37,7 @@ class Estimate:
         network: seconds by mesh dim, those of several under the names of all.
         state: seconds in which parameters and the optimizer's state are read and written once.
         host: seconds in which what is kept in the host's memory goes there and comes back.
+        scores: seconds in which attention's scores are written and read (`scores`).
     """
 
     price: float
@@ -41,6 +47,7 @@ class Estimate:
     network: Mapping[str, float]
     state: float = 0.0
     host: float = 0.0
+    scores: float = 0.0
 
     @property
     def seconds(self) -> float | None:
@@ -48,7 +55,8 @@ class Estimate:
         more of it is likely to be exposed."""
         if self.compute is None:
             return None
-        return self.compute + self.state + self.host + sum(self.network.values())
+        others = self.state + self.host + self.scores
+        return self.compute + others + sum(self.network.values())
 
     @property
     def rank(self) -> float:
@@ -60,18 +68,38 @@ def estimate(problem: Problem, solution: Solution, chip: Chip | None) -> Estimat
     """What a solution costs on devices of this kind."""
     moves = solution.choice.moves()
     network: dict[str, float] = {}
-    compute, state, host = None, 0.0, 0.0
+    compute, state, host, of_scores = None, 0.0, 0.0, 0.0
     if chip is not None:
         over = links(chip, problem.devices, (*problem.sizes,))
         for move in moves:
             name = " x ".join(move.axes)
             network[name] = network.get(name, 0.0) + _seconds(move, problem, over)
         compute = chip.seconds(operations(solution.choice))
-        state = solution.choice.kept() / (chip.memory_bandwidth / chip.devices)
+        bandwidth = chip.memory_bandwidth / chip.devices
+        state = solution.choice.kept() / bandwidth
+        if problem.devices.flat[0].platform == "gpu":
+            of_scores = scores(solution.choice) / bandwidth
         host = 2 * solution.on_host / (chip.host / chip.devices)
     moved = sum(move.nbytes * move.times for move in moves)
     price, memory = solution.choice.price(), solution.memory
-    return Estimate(price, memory, moved, compute, network, state, host)
+    return Estimate(price, memory, moved, compute, network, state, host, of_scores)
+
+
+def scores(choice: Choice) -> float:
+    """The bytes of scores that a GPU writes and reads for causal attention whose queries are cut,
+    which cuDNN's kernel doesn't take (`lowering/attention/flash.py:_KERNELS`)."""
+    total = 0.0
+    for node, factors in zip(choice.graph.nodes, choice.factors, strict=True):
+        if all(factor.work == 1 for factor in factors.values()):
+            continue  # no causal attention of cut queries (`factors.py:_cut`)
+        assert node.equation is not None
+        out, second = (variable.aval.shape for variable in node.equation.outvars[:2])
+        # Forward the second result is the sums' logs, backward the gradient of the keys.
+        is_backward = len(second) == len(out)
+        keys = second[-2] if is_backward else node.equation.invars[1].aval.shape[-2]
+        pairs = math.prod(out[:-1]) * keys / math.prod(map(choice.size, factors))
+        total += pairs * node.times * SCORES["backward" if is_backward else "forward"]
+    return total
 
 
 def operations(choice: Choice) -> dict[str, float]:
