@@ -293,7 +293,6 @@ def _kind_of_class(cls: Any) -> ObjectKind | None:
 
 _OF_ATTRIBUTES: list[type] = []
 
-
 # Classes of this package's own.
 OWN_KINDS = [COUNT, COUNTS]
 _OWN: dict[type, ObjectKind] = {CountNode: COUNT, Counts: COUNTS}
