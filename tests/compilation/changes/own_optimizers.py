@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Muon, Optimizer
 
-from tests.compilation.changes._table import Program, mlp, row, rows
+from tests.compilation.changes._table import Program, mlp, row, rows, trainer
 from tests.compilation.changes._world import World
 
 
@@ -497,18 +497,7 @@ COUNTS |= {Remembering: 2, Noting: 2}
 def counts_are_inputs(world: World, case: tuple[type[Own], int]) -> Program:
     """A count that an optimizer raises is no reason to trace again, wherever it is kept."""
     cls, programs = case
-    model = mlp(world)
-    optimizer = cls(model.parameters(), lr=0.05)
-    world.watch(model=model)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = world.compile(function)
+    optimizer, step = trainer(world, mlp(world), cls, lr=0.05)
     for i in range(12):
         if i == 7:
             world.change(optimizer.param_groups[0].update, lr=0.01)
