@@ -565,7 +565,7 @@ class HostOperations(TorchDispatchMode):
             if items and type(value) is int:  # few steps have such, and to name it takes its time
                 is_input = expression_here()() in items
             if is_input:
-                name = f"the item of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
+                name = _named("the item", source, tensor)
                 numbers = self._trace.numbers
                 if computed:
                     return numbers.as_input(None, value, name, (source.operation, source.index))
@@ -577,7 +577,7 @@ class HostOperations(TorchDispatchMode):
 
     def _looked(self, source: Any, tensor: torch.Tensor, text: str, is_item: bool = False) -> None:
         compute = self.reader(source)
-        text = f"{text} of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
+        text = _named(text, source, tensor)
 
         def read(arguments: Arguments, results: list[Any]) -> Any:
             return as_plain(compute(arguments, results))
@@ -626,6 +626,11 @@ class HostOperations(TorchDispatchMode):
             return lambda arguments, results: source.read(arguments)
         operation, index = source.operation, source.index
         return lambda arguments, results: results[operation][index]
+
+
+def _named(what: str, source: HostInput | Value, tensor: torch.Tensor) -> str:
+    """What messages call something of a tensor on the CPU, or of one whose value is there."""
+    return f"{what} of {getattr(source, 'kind', HostInput.kind)} {list(tensor.shape)}"
 
 
 def _on_host(x: Any) -> Any:

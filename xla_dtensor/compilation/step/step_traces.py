@@ -203,8 +203,8 @@ class StepTraces:
             earlier = () if last is None else last.traced.effects.all
             again = [e for e in effects.all if is_counted_on(e, carried, earlier)]
             counted = {label for effect in again for label in effect.labels()} & effects.counted
-            found = (effects.replaced | counted) - self._not_carried.keys() - self._carried
-            found -= not_yet
+            found = (effects.replaced | counted) - self._not_carried.keys()
+            found -= self._carried | not_yet
             if found:
                 traced.undo()
                 self._carried |= found

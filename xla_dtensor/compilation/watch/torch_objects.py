@@ -178,13 +178,12 @@ def of_optimizer(walk: Walk, optimizer: Optimizer, path: str) -> None:
     _hooks(walk, optimizer, path)
     reached.optimizers[id(optimizer)] = optimizer
     if not walk.of_library(type(optimizer)):
-        # Numbers and lists that a user's optimizer counts up and replaces. Its tensors are
-        # followed once it is known to step.
+        # Numbers, lists and tensors that a user's optimizer counts up and replaces. What a tensor
+        # there refers to is followed once the optimizer is known to step (`of_stepped`).
         whole = optimizer.state
         places = [(f"{path}.state[{i}]", s) for i, s in enumerate(whole.values()) if of_one(s)]
         for where, state in ((f"{path}.state", whole), *places):
-            keys = [key for key in state if type(key) is str]
-            keys = [key for key in keys if not isinstance(state[key], dict)]
+            keys = [k for k, v in state.items() if type(k) is str and not isinstance(v, dict)]
             walk.read(Entries(state, keys, where))
             reached.settings |= {(id(state), key) for key in keys}
     if "param_groups" not in names.attributes:
