@@ -6,6 +6,9 @@ itself: a result that meets a tensor is one more input of the program. A compari
 the present values, and its outcome is what the program depends on: ``n % 4 == 0`` makes two
 programs. Where Python needs the number itself (``float(n)``, ``x[:n]``, ``f"{n}"``), it depends on
 the value.
+
+Some aren't known before the program has run (`pending_number.py`): with these Python can compute, and
+what would depend on the value is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import executor, interrupts
+from xla_dtensor.base.numbers.pending_number import PendingNode, pending
 from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.traced_number import NumberNode
 
@@ -109,7 +113,7 @@ def _shown(number: Any, frame: types.FrameType) -> Any:
     """The number itself, for the code in ``frame``: the program depends on it, unless it is only
     printed (``"%d" % n`` asks for an int)."""
     node = number.node
-    if not only_printed(frame):
+    if is_pending(number) or not only_printed(frame):
         node.guard(node, "==", node.value)
     return node.value
 
@@ -134,6 +138,11 @@ def is_number(value: Any) -> bool:
     )
 
 
+def is_pending(value: Any) -> bool:
+    """Whether it is a number that is known when the program has run."""
+    return isinstance(value, torch.SymFloat | torch.SymInt) and isinstance(value.node, PendingNode)
+
+
 def is_pythons(value: Any) -> bool:
     """Whether it is a number that the user's Python has been given. (Optimizers' formulas have
     plain symbolic numbers, with which torch computes on the devices.)"""
@@ -152,17 +161,24 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
 
     Raises:
         TypeError: the result is neither (Python's ``(-2.0) ** 0.5`` is complex).
+        DataDependentError: it decides by a number that isn't known yet.
     """
-    values = [x.node.value if is_number(x) else x for x in operands]
-    nodes = [x.node if is_number(x) and not x.node.over else None for x in operands]
+    waiting = list(map(is_pending, operands))
+    values = [x.node.value if is_number(x) or is_pending(x) else x for x in operands]
+    nodes = [
+        x.node if waits or (is_number(x) and not x.node.over) else None
+        for x, waits in zip(operands, waiting, strict=True)
+    ]
     first = next((node for node in nodes if node is not None), None)
     if first is None:
         return function(*values)
     text = text.format(
         *(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
     )
-    value = function(*values)
     compute = _from_inputs(function, nodes, values)
+    if any(waiting):
+        return _of(pending(function, text, values, nodes, compute))
+    value = function(*values)
     if isinstance(value, bool | np.bool_):
         outcome = bool(value)
         first.guard(NumberNode(outcome, None, compute, text, first.guard), "is", outcome)
@@ -196,7 +212,7 @@ def _from_inputs(
 def _operand(value: Any) -> Any:
     """A number that can be computed with; NotImplemented for anything else."""
     cls = type(value)
-    if cls is int or cls is float or cls is bool or is_number(value):
+    if cls is int or cls is float or cls is bool or is_number(value) or is_pending(value):
         return value
     if cls in NUMPY_NUMBERS:
         return value
@@ -289,14 +305,14 @@ def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
 
 def _itself(value: Any) -> Any:
     """The present value of a symbolic number, on which the program depends then."""
-    if not is_number(value):
+    if not (is_number(value) or is_pending(value)):
         return value
     value.node.guard(value.node, "==", value.node.value)
     return value.node.value
 
 
 def _boxed(value: Any) -> Any:
-    if not is_number(value):
+    if not (is_number(value) or is_pending(value)):
         return value
     box = np.empty((), object)
     box[()] = value
@@ -334,7 +350,7 @@ def present_value(value: Any) -> Any:
 
 def as_float(value: Any = 0.0) -> Any:
     """Python's ``float``, which of a symbolic number is one."""
-    if not is_number(value):
+    if not (is_number(value) or is_pending(value)):
         return float(value)
     number = like_a_number(value)
     return number if number.node.is_float() else computed(float, "float({})", number)

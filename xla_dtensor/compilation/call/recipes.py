@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.base.numbers.pending_number import PendingNode
 from xla_dtensor.base.torch_private import disable_function_of_subclasses
 from xla_dtensor.base.torch_private.attributes import cpp_address
 from xla_dtensor.compilation.call.run import Run
@@ -234,6 +235,30 @@ class ComputedNumber(Recipe):
 
     def __repr__(self) -> str:
         return f"{self.node.value!r} ({self.node.text})"
+
+
+class PendingNumber(Recipe):
+    """A result, or what the step leaves somewhere, that is a Python number computed from items of
+    tensors that the program gives (``loss.item()``), and from numbers that are inputs.
+
+    Attributes:
+        items: the items' tensors, by number.
+        text: how it is written, for messages.
+    """
+
+    __slots__ = ("_compute", "items", "text")
+
+    def __init__(self, node: PendingNode, items: dict[int, NewTensor]) -> None:
+        self._compute, self.text, self.items = node.compute, node.text, items
+
+    def make(self, run: Run) -> Any:
+        values: list[Any] = [None] * (1 + max(self.items))
+        for item, tensor in self.items.items():
+            values[-1 - item] = tensor.make(run).item()
+        return self._compute([*run.prepared.numbers, *values])
+
+    def __repr__(self) -> str:
+        return f"{self.text}, a number that each call computes"
 
 
 class HostTensor(SharedRecipe):

@@ -67,6 +67,8 @@ class Names:
             (``function.__globals__``).
         any_module: likewise Python modules (``import_module(name)``, ``sys.modules[name]``).
         environment: whether it reads the environment's variables.
+        uses: of variables outside of a function and of attributes what is done with them, as
+            (name, `APPENDS`, `APPENDS_INSIDE` or `OTHERWISE`).
     """
 
     globals: set[str] = field(default_factory=set)
@@ -79,6 +81,7 @@ class Names:
     others_globals: bool = False
     any_module: bool = False
     environment: bool = False
+    uses: set[tuple[str, str]] = field(default_factory=set)
 
     def update(self, other: Names) -> None:
         self.globals |= other.globals
@@ -91,9 +94,26 @@ class Names:
         self.others_globals |= other.others_globals
         self.any_module |= other.any_module
         self.environment |= other.environment
+        self.uses |= other.uses
 
+    def only(self, use: str, name: str) -> bool:
+        """Whether the code does this with what it finds under a name, and nothing else: it neither
+        looks at it nor puts another object there."""
+        others = {APPENDS, APPENDS_INSIDE, OTHERWISE} - {use}
+        return (
+            (name, use) in self.uses
+            and self.uses.isdisjoint((name, other) for other in others)
+            and not (self.any_attribute or self.any_global or self.others_globals)
+            and name not in self.assigned
+            and name not in self.stored
+        )
+
+
+APPENDS, APPENDS_INSIDE, OTHERWISE = "x.append", "x[key].append", "otherwise"
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
+_CELL = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_KEY = {"LOAD_CONST", "LOAD_FAST", *_GLOBAL, *_CELL}
 _STORED = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _ASSIGNED = {"STORE_ATTR", "DELETE_ATTR"}
@@ -138,6 +158,10 @@ def names_of(code: types.CodeType) -> Names:
             names.assigned.add(name)
         elif kind == "IMPORT_NAME":
             names.modules.add(name)
+        elif kind in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
+            names.uses.add((name, OTHERWISE))
+        if kind in _GLOBAL or kind in _READ or kind in _CELL:
+            names.uses.add((name, _use(instructions, position)))
         names.attributes.update(CALLED_BY.get(kind, ()))
         if kind not in _GLOBAL and kind not in _READ:
             continue
@@ -169,6 +193,7 @@ def names_of(code: types.CodeType) -> Names:
         elif isinstance(constant, str):
             if constant.isidentifier():
                 names.attributes.add(constant)
+                names.uses.add((constant, OTHERWISE))
             elif "%" in constant:  # "%s" % x
                 names.attributes.update(_TEXT)
             names.attributes.update(formatted(constant))
@@ -176,6 +201,21 @@ def names_of(code: types.CodeType) -> Names:
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
             names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
     return names
+
+
+def _use(instructions: list[dis.Instruction], position: int) -> str:
+    """What is done with what the instruction at ``position`` loads."""
+    behind = [i for i in instructions[position + 1 : position + 4] if i.opname != "PUSH_NULL"]
+    appends = [i.opname in _READ and i.argval == "append" for i in behind]
+    if appends[:1] == [True]:
+        return APPENDS
+    if appends[2:] == [True] and behind[0].opname in _KEY and _is_subscript(behind[1]):
+        return APPENDS_INSIDE
+    return OTHERWISE
+
+
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    return instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"
 
 
 _FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")

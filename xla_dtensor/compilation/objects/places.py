@@ -282,6 +282,30 @@ class Elements(Contents):
         return self.owner if self.carried else None
 
 
+class Appended(Elements):
+    """A list or a deque to which the step's code appends, and with which it does nothing else: what
+    is there already isn't compared, and its changes are what it appends."""
+
+    __slots__ = ()
+
+    def __init__(self, owner: Any, path: str) -> None:
+        super().__init__(owner, path, guarded=False)
+
+    def added(self, before: dict[Any, Any]) -> dict[Any, Any] | None:
+        """What has been appended since it held ``before``, by number; None if that can't be told:
+        a full deque has dropped as many of its first ones, and some are one object."""
+        old, now = list(before.values()), list(self.content().values())
+        length = getattr(self.owner, "maxlen", None)
+        if length is None or len(now) < length:
+            return dict(enumerate(now[len(old) :]))
+        if len(set(map(id, old))) < len(old):
+            return None
+        for kept in range(min(len(old), length), -1, -1):
+            if all(map(operator.is_, now[:kept], old[len(old) - kept :])):
+                return dict(enumerate(now[kept:]))
+        raise AssertionError("none is kept")
+
+
 class Items(Contents):
     """All items of a dict."""
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from xla_dtensor.base.numbers.python_numbers import is_number
+from xla_dtensor.base.numbers.python_numbers import is_number, is_pending
 from xla_dtensor.base.torch_private.attributes import is_leaf, is_view
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
@@ -19,6 +19,7 @@ from xla_dtensor.compilation.call.recipes import (
     Leaf,
     LeafGradient,
     NewTensor,
+    PendingNumber,
     ViewRecipe,
 )
 from xla_dtensor.compilation.recorded.history import History, is_view_by_torch
@@ -64,6 +65,7 @@ class OutputRecipes:
         self._wholes: dict[int, NewTensor] = {}
         self._known: dict[int, tuple[Any, Any]] = {}
         self._leaves: list[Any] = []
+        self._items: dict[int, NewTensor] = {}
 
     def histories(self, values: Iterable[Any]) -> None:
         """Find those among ``values`` that have a history: others may show the same memory without
@@ -81,6 +83,8 @@ class OutputRecipes:
         position = self._arguments.position(value)
         if position is not None:
             return ArgumentContainer(position)
+        if is_pending(value):
+            return self._pending(value.node)
         if isinstance(value, torch.SymFloat | torch.SymInt):
             if not is_number(value):  # it has no present value: this raises
                 value.node.guard_float("", 0)
@@ -142,6 +146,13 @@ class OutputRecipes:
                         "torch.autograd.Function that gives back its input): clone() the one that "
                         "you write to"
                     )
+
+    def _pending(self, node: Any) -> PendingNumber:
+        """The same of a number that is known when the program has run."""
+        for item in sorted(node.items - self._items.keys()):
+            array, form = self._trace.items.arrays[item]
+            self._items[item] = NewTensor(self._traced.emit(array, form), form)
+        return PendingNumber(node, {item: self._items[item] for item in sorted(node.items)})
 
     # --- memory of the step's ------------------------------------------------------------------
 

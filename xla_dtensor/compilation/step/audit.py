@@ -9,7 +9,12 @@ from typing import Any
 from xla_dtensor.base.jax_private import summarize_source
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.call.arguments import Arguments
-from xla_dtensor.compilation.call.recipes import BuiltObject, ComputedNumber, NewTensor
+from xla_dtensor.compilation.call.recipes import (
+    BuiltObject,
+    ComputedNumber,
+    NewTensor,
+    PendingNumber,
+)
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.readers import ReadsMore
 from xla_dtensor.compilation.recorded.attempts import trace
@@ -93,6 +98,8 @@ def _part(result: Any) -> Any:
     """What tells one of a step's results, or what it leaves somewhere, from another."""
     if isinstance(result, ComputedNumber):
         return "number", result.node.text
+    if isinstance(result, PendingNumber):
+        return "number", result.text, [tensor.index for tensor in result.items.values()]
     return type(result), getattr(result, "index", None) or repr(getattr(result, "value", None))
 
 

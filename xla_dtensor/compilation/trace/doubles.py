@@ -29,6 +29,7 @@ from xla_dtensor.base.numbers.python_numbers import (
     as_float,
     computed,
     is_number,
+    is_pending,
     is_pythons,
     present_value,
 )
@@ -227,7 +228,7 @@ class StandIns:
 
 def plain(number: Any) -> Any:
     """A symbolic number as torch's operations take it."""
-    if not is_number(number):
+    if not (is_number(number) or is_pending(number)):
         return number
     return torch.SymInt(number.node) if number.node.is_int() else torch.SymFloat(number.node)
 

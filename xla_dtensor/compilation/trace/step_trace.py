@@ -34,6 +34,7 @@ from xla_dtensor.compilation.trace.doubles import StandIns
 from xla_dtensor.compilation.trace.external_storages import ExternalStorage
 from xla_dtensor.compilation.trace.external_tensors import ExternalTensor
 from xla_dtensor.compilation.trace.graph import nodes_of
+from xla_dtensor.compilation.trace.items import TracedItems
 from xla_dtensor.compilation.trace.module_scopes import ModuleScopes
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
@@ -71,6 +72,7 @@ class StepTrace(TracingProgram):
         # CPU tensors that take part, by id and version: (the tensor, its array, the source).
         self.host_arrays: dict[tuple[int, int, int], tuple[Any, Any, Any]] = {}
         self.numbers = TraceNumbers()
+        self.items = TracedItems(self.refuse)
         self.must_hold = TraceAssertions(checks_indices=assertions.asked())
         self.stand_ins = StandIns()
         # The numbers that the step's Python has been given or has computed.
@@ -348,7 +350,7 @@ class StepTrace(TracingProgram):
         if not thread_state.is_in_formula() or not floating:
             recipe = self._recipe(tensor)
             if recipe is None:
-                self.refuse(executor.ITEM)
+                return self._pending_item(tensor)
             return self.host.fetched_item(recipe, self._asked_of(tensor, recipe))
         array = logical_value(tensor).reshape(())
         known = self._items.get(id(array))
@@ -361,6 +363,14 @@ class StepTrace(TracingProgram):
             # With the array, so that its id stays its own.
             known = self._items[id(array)] = array, number
         return known[1]
+
+    def _pending_item(self, tensor: Any) -> Any:
+        """A number that is known when the program has run."""
+        in_part = self.loop_begins or self.differentiating  # of a loop's body, of a backward pass
+        if in_part or not self.items.is_number(tensor):
+            self.refuse(executor.ITEM)
+        self.touched(tensor)
+        return self.items.of(tensor)
 
     def can_fetch(self, tensor: Any) -> bool:
         return self._recipe(tensor) is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xla_dtensor.compilation.call.recipes import BuiltObject, PendingNumber
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.errors import DataDependentError
 
@@ -28,7 +29,11 @@ def is_counted_on(effect: Effect, carried: frozenset[str], earlier: Iterable[Eff
 
 
 def _is_other_number(before: Any, after: Any) -> bool:
-    return type(before) in (int, float) and type(after) is type(before) and before != after
+    if type(before) not in (int, float):
+        return False
+    if isinstance(after, BuiltObject):  # self.total += loss.item()
+        return any(isinstance(part, PendingNumber) for part in after.parts)
+    return type(after) is type(before) and before != after
 
 
 def goes_on(effect: Effect, earlier: Iterable[Effect], changed: Iterable[str]) -> bool:

@@ -26,6 +26,7 @@ from xla_dtensor.compilation.objects.carried import Carried
 from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.places import (
     MISSING,
+    Appended,
     Attributes,
     Chosen,
     Elements,
@@ -101,6 +102,9 @@ class Effect:
         """Change the place as the step has: ``made`` of each value is put there."""
         place = self.place if self.argument is None else arguments.places()[self.argument]
         changes = {key: made(value) for key, value in self.after.items()}
+        if isinstance(place, Appended):
+            place.owner.extend(changes.values())
+            return
         if self._keys is None or isinstance(place, _BY_NAME):
             place.put(changes)
             return
@@ -156,7 +160,15 @@ class PlacesBefore:
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:
-        found: list[tuple[Place, int | None]] = [(place, None) for place in watch.reached.places]
+        places = watch.reached.places
+        looked_at = {place.container for place in places if not isinstance(place, Appended)}
+        appended = {p.container: p for p in places if isinstance(p, Appended)}
+        found: list[tuple[Place, int | None]] = [
+            (place, None)
+            for place in places
+            if not isinstance(place, Appended)
+            or (place.container not in looked_at and appended[place.container] is place)
+        ]
         known = {place.container for place in watch.reached.places}
         given = enumerate(arguments.places())
         found += [(place, i) for i, place in given if place.container not in known]
@@ -206,6 +218,9 @@ class PlacesBefore:
         """What has changed by now."""
         found = []
         for place, before, argument in self._before:
+            if isinstance(place, Appended):
+                found += self._appended(place, before)
+                continue
             now = place.content()
             if not self._planted and _is_untouched(before, now):
                 continue  # as most places are
@@ -222,6 +237,16 @@ class PlacesBefore:
                 continue
             found.append(Effect(place, before, after, argument))
         return found
+
+    @staticmethod
+    def _appended(place: Appended, before: dict[Any, Any]) -> list[Effect]:
+        added = place.added(before)
+        if added is None:
+            raise DataDependentError(
+                f"the step appends to {place.path}, a full deque in which one object is several "
+                "times: it can't be told what it has appended; append outside of the step"
+            )
+        return [Effect(place, {}, added)] if added else []
 
     def _but_for_planted(
         self, place: Place, before: dict[Any, Any], after: dict[Any, Any]
@@ -312,7 +337,8 @@ def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
     Raises:
         DataDependentError: a list or set takes up tensors in every call.
     """
-    if isinstance(effect.place, Elements) and effect.argument is None:
+    in_sequence = isinstance(effect.place, Elements) and not isinstance(effect.place, Appended)
+    if in_sequence and effect.argument is None:
         new = [v for v in effect.after.values() if isinstance(v, torch.Tensor) and is_new(v)]
         if new and _grows(effect):
             raise DataDependentError(

@@ -106,7 +106,7 @@ def _globals(
         if reader(value) == name:  # the code around its call says what it reads
             walk.reached.note(name, "opaque", value)
         elif name in named:
-            walk.follow(value, name)
+            walk.follow_named(name, value, name)
         else:
             walk.follow_last(value, name)
     for name in sorted((names & vars(builtins).keys()) - namespace.keys()):

@@ -105,6 +105,9 @@ class NamesMet(Names):
         """Likewise, and not by a name that it makes up."""
         return name in self.attributes or name in self.in_libraries
 
+    def only(self, use: str, name: str) -> bool:
+        return name not in self.in_libraries and super().only(use, name)
+
     def assigned_but_for(self, names: Iterable[str]) -> tuple[str, ...]:
         """The attributes that the code assigns, in order, but for some."""
         if len(self.assigned) != self._were_assigned:
@@ -126,4 +129,4 @@ class NamesMet(Names):
         """How many there are: another name may lead to other objects."""
         sets = (self.attributes, self.assigned, self.stored, self.modules, self.in_libraries)
         read = (names for _, names in self.namespaces.values())
-        return sum(map(len, (*sets, self.readers, *read, *self.named.values())))
+        return sum(map(len, (*sets, self.uses, self.readers, *read, *self.named.values())))

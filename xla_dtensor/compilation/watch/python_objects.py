@@ -133,7 +133,7 @@ def through(*names: str) -> Follower:
 
 def of_cell(walk: Walk, cell: types.CellType, path: str) -> None:
     """A closure's variable."""
-    walk.read(Slots(cell, ("cell_contents",), path, shown=path))
+    walk.read(Slots(cell, ("cell_contents",), path, shown=path), name=path)
 
 
 def of_method(walk: Walk, method: types.MethodType, path: str) -> None:

@@ -6,13 +6,19 @@ import functools
 import sys
 import types
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from xla_dtensor.compilation.code.installed import is_installed
-from xla_dtensor.compilation.code.names import is_library, is_library_class
+from xla_dtensor.compilation.code.names import (
+    APPENDS,
+    APPENDS_INSIDE,
+    is_library,
+    is_library_class,
+)
 from xla_dtensor.compilation.code.reflection import (
     data_descriptors,
     inherited_names,
@@ -21,11 +27,12 @@ from xla_dtensor.compilation.code.reflection import (
 )
 from xla_dtensor.compilation.objects.carried import Carried, is_state
 from xla_dtensor.compilation.objects.found import is_atom
-from xla_dtensor.compilation.objects.places import MISSING, Chosen, Items, Place
+from xla_dtensor.compilation.objects.places import MISSING, Appended, Chosen, Items, Place
 from xla_dtensor.compilation.objects.readers import reader
 from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.reached import Reached
 
+_APPENDED, _OF_LISTS = (list, deque), (dict, defaultdict, OrderedDict)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MANY_MODULES = 50
 
@@ -139,8 +146,9 @@ class Walk:
         """Look at a place, and follow nothing."""
         self.reached.places.append(place)
 
-    def read(self, place: Chosen, but_for: Sequence[str] = ()) -> None:
-        """Look at a place, and follow what is there."""
+    def read(self, place: Chosen, but_for: Sequence[str] = (), name: str | None = None) -> None:
+        """Look at a place, and follow what is there; ``name``: what the code calls it, if not by
+        the place's keys."""
         taken = self.taken(place, place.keys)
         if taken:
             self.place(place.only(sorted(taken), guarded=False))
@@ -148,7 +156,27 @@ class Walk:
         self.place(place)
         for key, value in place.content().items():
             if value is not MISSING and key not in but_for:
-                self.follow(value, place.label(key))
+                self.follow_named(name or key, value, place.label(key))
+
+    def follow_named(self, name: str, value: Any, path: str) -> None:
+        """Go on with what the code finds under a name. Of a list to which it only appends the
+        content doesn't matter."""
+        if type(value) in _APPENDED and self.names.only(APPENDS, name):
+            self.appended(value, path)
+        elif type(value) in _OF_LISTS and self.names.only(APPENDS_INSIDE, name):
+            self.place(Items(value, path))
+            keys = tuple(key if is_atom(key) else id(key) for key in value)
+            self.reached.note(path, type(value), keys)
+            for key, inner in value.items():
+                follow = self.appended if type(inner) in _APPENDED else self.follow
+                follow(inner, f"{path}[{key!r}]")
+        else:
+            self.follow(value, path)
+
+    def appended(self, value: Any, path: str) -> None:
+        """Look at a list to which the code appends, and follow nothing."""
+        self.reached.note(path, "opaque", value)
+        self.place(Appended(value, path))
 
     def assigned(self, place: Chosen, among: Iterable[str] | None = None) -> None:
         """Look at what the code assigns in the container of a place that it reads."""

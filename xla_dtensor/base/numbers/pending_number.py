@@ -1,0 +1,130 @@
+"""Numbers that Python has of a compiled step before they are known: ``loss.item()``.
+
+The value is one of the program's outputs. While the step is traced Python may compute with such a
+number, return it, and keep it (``self.total += loss.item()``): when the program has run, each call
+repeats what Python computed, with Python's own operators. A tensor that it meets gets the value on
+the devices. A decision by it, its text, or a position need the value at once: they are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from xla_dtensor.base import interrupts
+from xla_dtensor.base.numbers.traced_number import NumberNode
+from xla_dtensor.errors import DataDependentError
+
+# What the devices compute as Python does, but for rounding.
+_ON_DEVICES: frozenset[Any] = frozenset(
+    {
+        *(operator.add, operator.sub, operator.mul, operator.truediv),
+        *(operator.neg, operator.pos, abs),
+    }
+)
+
+# What Python's arithmetic may raise for the numbers by which the type of a result is found.
+_ARITHMETIC = (ArithmeticError, ValueError)
+
+# Why a value is wanted before it is known: raises.
+Refuse = Callable[[str], NoReturn]
+
+
+class PendingNode(NumberNode):
+    """The node of a number that is known when the program has run.
+
+    Args:
+        kind: its type.
+        compute: its value, from those of the trace's numbers, behind which the items come,
+            the last one first: item ``k`` is at ``-1 - k``.
+        text: how it is written, for messages.
+        refuse: is called where the value is needed at once, with what needs it.
+        on_devices: gives its JAX scalar.
+
+    Attributes:
+        items: which items of tensors it is computed from.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        compute: Callable[[list[Any]], Any],
+        text: str,
+        refuse: Refuse,
+        items: frozenset[int],
+        on_devices: Callable[[NumberNode], Any],
+    ) -> None:
+        absent: Any = 0 if issubclass(kind, int | np.integer) else math.nan
+        absent = absent if kind in (int, float) else kind(absent)
+        super().__init__(
+            absent, None, compute, text, self._needed, known=False, feed=on_devices
+        )
+        self.items, self._refuse = items, refuse
+
+    def _needed(self, *what: Any) -> NoReturn:
+        self._refuse(f"the value of {self.text}")
+
+    @property
+    def like(self) -> Any:
+        """A number of its type."""
+        return type(self.value)(1.5)
+
+    def end(self) -> None:
+        """The trace is over, and it was left somewhere."""
+        self.over, self._traced, self.feed = True, None, None
+        self._refuse = _refuse_left
+        self.compute = _refuse_left
+
+
+def _refuse_left(what: Any) -> NoReturn:
+    raise DataDependentError(
+        "a number that a compiled step has computed on the devices (.item()) was left where the "
+        "step isn't watched, in a cache, say: it has no value there"
+    )
+
+
+def pending(
+    function: Callable[..., Any],
+    text: str,
+    values: Sequence[Any],
+    nodes: Sequence[NumberNode | None],
+    compute: Callable[[list[Any]], Any],
+) -> PendingNode:
+    """``function`` of numbers of which one isn't known yet.
+
+    Args:
+        values: the operands, where ``nodes`` has None.
+        nodes: those of symbolic operands.
+        compute: the same from the values of the trace's numbers and items.
+
+    Raises:
+        DataDependentError: it is a decision.
+        TypeError: the result is no number that a program can have.
+    """
+    waiting = [node for node in nodes if isinstance(node, PendingNode)]
+    first = next((node for node in waiting if not node.over), None) or waiting[0]
+    pairs = list(zip(values, nodes, strict=True))
+    likes = [n.like if isinstance(n, PendingNode) else v for v, n in pairs]
+    try:
+        like = function(*likes)
+    except _ARITHMETIC:
+        like = 1.5
+    if isinstance(like, bool | np.bool_):
+        first._refuse(f"the decision {text}")
+    if not isinstance(like, int | float | np.integer | np.floating):
+        raise TypeError(f"{text} is a {type(like).__name__}, which can't be left to the program")
+
+    def on_devices(node: NumberNode) -> Any:
+        if function not in _ON_DEVICES:
+            first._refuse(f"an operation with {text}")
+        return function(*(v if n is None else n.traced for v, n in pairs))
+
+    items = frozenset[int]().union(*(node.items for node in waiting))
+    return PendingNode(type(like), compute, text, first._refuse, items, on_devices)
+
+
+interrupts.atomic_methods(PendingNode)
