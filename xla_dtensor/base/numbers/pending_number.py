@@ -11,27 +11,34 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import jax
 import numpy as np
 
 from xla_dtensor.base import interrupts
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.errors import DataDependentError
 
-# What the devices compute as Python does, but for rounding.
-_ON_DEVICES: frozenset[Any] = frozenset(
-    {
-        *(operator.add, operator.sub, operator.mul, operator.truediv),
-        *(operator.neg, operator.pos, abs),
-    }
-)
+# What the devices compute as Python does, but for rounding; of `math` by JAX's functions of the name.
+_OPERATORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs)
+_MAY_RAISE = (operator.truediv, operator.pow)
+_OF_MATH = ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos", "tanh")
+_FUNCTIONS = {getattr(math, name): name for name in _OF_MATH}
 
 # What Python's arithmetic may raise for the numbers by which the type of a result is found.
 _ARITHMETIC = (ArithmeticError, ValueError)
 
-# Why a value is wanted before it is known: raises.
-Refuse = Callable[[str], NoReturn]
+
+
+class Waiting(Protocol):
+    """Who has the items of a trace."""
+
+    def refuse(self, what: str) -> NoReturn:
+        """Something needs a value before it is known."""
+
+    def may_raise(self, node: PendingNode) -> None:
+        """The devices compute a number that Python may raise for."""
 
 
 class PendingNode(NumberNode):
@@ -42,7 +49,7 @@ class PendingNode(NumberNode):
         compute: its value, from those of the trace's numbers, behind which the items come,
             the last one first: item ``k`` is at ``-1 - k``.
         text: how it is written, for messages.
-        refuse: is called where the value is needed at once, with what needs it.
+        trace: whose items it is computed from.
         on_devices: gives its JAX scalar.
 
     Attributes:
@@ -54,19 +61,25 @@ class PendingNode(NumberNode):
         kind: type,
         compute: Callable[[list[Any]], Any],
         text: str,
-        refuse: Refuse,
+        trace: Waiting,
         items: frozenset[int],
         on_devices: Callable[[NumberNode], Any],
     ) -> None:
         absent: Any = 0 if issubclass(kind, int | np.integer) else math.nan
         absent = absent if kind in (int, float) else kind(absent)
         super().__init__(
-            absent, None, compute, text, self._needed, known=False, feed=on_devices
+            absent, None, compute, text, self._guarded, known=False, feed=on_devices
         )
-        self.items, self._refuse = items, refuse
+        self.items, self.trace = items, trace
 
-    def _needed(self, *what: Any) -> NoReturn:
-        self._refuse(f"the value of {self.text}")
+    def _guarded(self, *what: Any) -> NoReturn:
+        self.needed("what Python does with")
+
+    def needed(self, what: str) -> NoReturn:
+        """Refuse that something needs the value at once."""
+        if self.over:
+            _refuse_left()
+        self.trace.refuse(f"{what} {self.text}")
 
     @property
     def like(self) -> Any:
@@ -75,12 +88,11 @@ class PendingNode(NumberNode):
 
     def end(self) -> None:
         """The trace is over, and it was left somewhere."""
-        self.over, self._traced, self.feed = True, None, None
-        self._refuse = _refuse_left
+        self.over, self._traced, self.feed = True, None, _refuse_left
         self.compute = _refuse_left
 
 
-def _refuse_left(what: Any) -> NoReturn:
+def _refuse_left(*what: Any) -> NoReturn:
     raise DataDependentError(
         "a number that a compiled step has computed on the devices (.item()) was left where the "
         "step isn't watched, in a cache, say: it has no value there"
@@ -106,7 +118,9 @@ def pending(
         TypeError: the result is no number that a program can have.
     """
     waiting = [node for node in nodes if isinstance(node, PendingNode)]
-    first = next((node for node in waiting if not node.over), None) or waiting[0]
+    if any(node.over for node in waiting):
+        _refuse_left()
+    trace = waiting[0].trace
     pairs = list(zip(values, nodes, strict=True))
     likes = [n.like if isinstance(n, PendingNode) else v for v, n in pairs]
     try:
@@ -114,17 +128,26 @@ def pending(
     except _ARITHMETIC:
         like = 1.5
     if isinstance(like, bool | np.bool_):
-        first._refuse(f"the decision {text}")
+        trace.refuse(f"the decision {text}")
     if not isinstance(like, int | float | np.integer | np.floating):
         raise TypeError(f"{text} is a {type(like).__name__}, which can't be left to the program")
 
     def on_devices(node: NumberNode) -> Any:
-        if function not in _ON_DEVICES:
-            first._refuse(f"an operation with {text}")
-        return function(*(v if n is None else n.traced for v, n in pairs))
+        operands = [v if n is None else n.traced for v, n in pairs]
+        if function in _OPERATORS:
+            return function(*operands)
+        assert isinstance(node, PendingNode)
+        if function in _MAY_RAISE and node.is_float():
+            trace.may_raise(node)
+            return function(*operands)
+        name = _FUNCTIONS.get(function)
+        if name is None or len(operands) > 1:
+            trace.refuse(f"an operation with {text}")
+        trace.may_raise(node)
+        return getattr(jax.numpy, name)(*operands)
 
     items = frozenset[int]().union(*(node.items for node in waiting))
-    return PendingNode(type(like), compute, text, first._refuse, items, on_devices)
+    return PendingNode(type(like), compute, text, trace, items, on_devices)
 
 
 interrupts.atomic_methods(PendingNode)

@@ -104,6 +104,7 @@ class Names:
             (name, use) in self.uses
             and self.uses.isdisjoint((name, other) for other in others)
             and not (self.any_attribute or self.any_global or self.others_globals)
+            and "__self__" not in self.attributes  # of a bound method
             and name not in self.assigned
             and name not in self.stored
         )

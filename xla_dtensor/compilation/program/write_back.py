@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import assertions, interrupts
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.recipes import Recipe
 from xla_dtensor.compilation.call.run import Outputs, Run
@@ -98,6 +99,8 @@ class WriteBack:
             # another program.
             self._guards.stale = "the call before made state that the step now finds in place"
             self._traced.outputs.left = []
+        for number in self._traced.outputs.to_check:
+            run.succeeds(_compute, number)
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(_step_scheduler, step, scheduler, args, kwargs)
@@ -192,5 +195,11 @@ def _repeat(effect: Effect, run: Run) -> None:
     effect.repeat(lambda v: v.make(run) if isinstance(v, Recipe) else v, run.arguments)
 
 
+def _compute(number: Recipe, run: Run) -> None:
+    number.make(run)
+
+
 def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:
+    made = lambda value: value.make(run) if isinstance(value, Recipe) else value
+    args, kwargs = pytree.tree_map(made, (args, kwargs))
     step(scheduler, *args, **kwargs)

@@ -20,7 +20,7 @@ import torch
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import plain_number
-from xla_dtensor.base.numbers.python_numbers import is_number
+from xla_dtensor.base.numbers.python_numbers import is_number, is_pending
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.ours import OurTensor
 from xla_dtensor.base.source_line import expression_here, user_line
@@ -655,6 +655,8 @@ def _form_of_grad(leaf: torch.Tensor, grad: Any = _UNSET) -> Any:
 
 def _present(x: Any) -> Any:
     # The present value, for this trace alone: later calls compute with the number they read.
+    if is_pending(x):
+        x.node.needed("a CPU tensor's operation with")  # the host computes before the launch
     return (
         x.node.value
         if isinstance(x, _Symbolic) and isinstance(x.node, NumberNode)

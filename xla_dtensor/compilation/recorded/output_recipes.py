@@ -84,7 +84,7 @@ class OutputRecipes:
         if position is not None:
             return ArgumentContainer(position)
         if is_pending(value):
-            return self._pending(value.node)
+            return self.pending(value.node)
         if isinstance(value, torch.SymFloat | torch.SymInt):
             if not is_number(value):  # it has no present value: this raises
                 value.node.guard_float("", 0)
@@ -147,7 +147,7 @@ class OutputRecipes:
                         "you write to"
                     )
 
-    def _pending(self, node: Any) -> PendingNumber:
+    def pending(self, node: Any) -> PendingNumber:
         """The same of a number that is known when the program has run."""
         for item in sorted(node.items - self._items.keys()):
             array, form = self._trace.items.arrays[item]

@@ -341,6 +341,8 @@ class Traced:
         made.histories([*flat, *effects.left_in_places(objects)])
         outputs.results = list(map(made.result, flat))
         effects.convert(surroundings, watch, objects, made)
+        self.schedulers.convert(lambda x: outputs.template(x) if is_ours(x) else made.result(x))
+        outputs.to_check = list(map(made.pending, trace.items.to_check))
         self.hooks.take_numbers()
         outputs.collect_gradients(made, history, self.hooks.memory_made())
         del flat, made, history, objects, self._made

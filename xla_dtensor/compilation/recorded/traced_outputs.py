@@ -26,6 +26,7 @@ class TracedOutputs:
     Attributes:
         forms: those of the outputs.
         results, tree: what the step returns.
+        to_check: numbers that each call computes for the errors that Python may raise.
         history: how its results depend on tensors that require grad, or None.
         grads: (leaf, template of its new gradient or None).
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
@@ -46,6 +47,7 @@ class TracedOutputs:
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
         self.results: list[Recipe] = []
+        self.to_check: list[Recipe] = []
         self.tree: Any = None
         self.history: History | None = None
         self.grads: list[tuple[Any, Recipe | None]] = []

@@ -308,7 +308,8 @@ def _tensor(func: Any, data: Any, *args: Any, **options: Any) -> Any:
     requires_grad = options.pop("requires_grad", False)
     options.pop("pin_memory", None)
     if options.get("dtype") is None:
-        options["dtype"] = func(pytree.tree_map(present_value, data), device="cpu").dtype
+        like = lambda value: value.node.value if is_pythons(value) else present_value(value)
+        options["dtype"] = func(pytree.tree_map(like, data), device="cpu").dtype
 
     def made(part: Any) -> torch.Tensor:
         if isinstance(part, list | tuple):

@@ -4,14 +4,15 @@ has run."""
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import torch
 
 from xla_dtensor.base.jax_private import convert_element_type
-from xla_dtensor.base.numbers.pending_number import PendingNode, Refuse
+from xla_dtensor.base.numbers.pending_number import PendingNode
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
@@ -21,15 +22,24 @@ class TracedItems:
     """The items of one trace.
 
     Args:
-        refuse: raises; is told what needs the value of one before it is known.
+        refuse: raises: something can't be done, and the way out.
 
     Attributes:
         arrays: by number the value of the tensor when its item was asked for, and its form.
+        to_check: numbers that a tensor has met, and that Python may raise for (``1 / loss.item()``)
+            where the devices don't: each call computes them on the host as well.
     """
 
-    def __init__(self, refuse: Refuse) -> None:
+    def __init__(self, refuse: Callable[[str, str], NoReturn]) -> None:
         self._refuse = refuse
         self.arrays: list[tuple[Any, Form]] = []
+        self.to_check: list[PendingNode] = []
+
+    def refuse(self, what: str) -> NoReturn:
+        self._refuse(what, _WAY)
+
+    def may_raise(self, node: PendingNode) -> None:
+        self.to_check.append(node)
 
     @staticmethod
     def is_number(tensor: Any) -> bool:
@@ -54,8 +64,17 @@ class TracedItems:
             float if floating else int,
             operator.itemgetter(-1 - index),
             f".item() ({index + 1})" if index else ".item()",
-            self._refuse,
+            self,
             frozenset({index}),
             on_devices,
         )
         return torch.SymFloat(node) if floating else torch.SymInt(node)
+
+
+_WAY = (
+    "What .item() gives of a value that the step computes is known when the step has run: until "
+    "then it may be computed with, returned and kept (self.total += loss.item(), "
+    "losses.append(loss.item())). Where Python needs it at once (if, float(), int(), its text, "
+    "NumPy), keep the value on the devices (torch.where, a tensor in place of a number), return it "
+    "from the step and look at it there, or move this line out of the compiled function"
+)

@@ -95,8 +95,6 @@ class DeferredSchedulers:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if executor.trace() is not self._trace or self._trace is None:
                 return step(scheduler, *args, **kwargs)
-            if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves((args, kwargs))):
-                self._trace.refuse(f"{type(scheduler).__name__}.step() with a tensor's value")
             of_class = getattr(type(scheduler).step, "__wrapped__", None) is step
             self.calls.append((scheduler, _step_as_now if of_class else step, args, kwargs))
             if self.put_off is not None:
@@ -105,6 +103,19 @@ class DeferredSchedulers:
 
         deferred.__wrapped__ = step  # type: ignore[attr-defined]
         return deferred
+
+    def convert(self, result: Callable[[Any], Any]) -> None:
+        """Keep in place of their arguments how each call makes these: ``scheduler.step(loss)``.
+
+        Args:
+            result: how each call makes the value of a tensor, or a number, of the trace.
+        """
+        own = torch.Tensor | torch.SymFloat | torch.SymInt
+        made = lambda value: result(value) if isinstance(value, own) else value
+        self.calls = [
+            (scheduler, step, *pytree.tree_map(made, (args, kwargs)))
+            for scheduler, step, args, kwargs in self.calls
+        ]
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuse an optimizer's step behind the step of its scheduler."""

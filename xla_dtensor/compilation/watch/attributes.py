@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import argparse
 import dataclasses
 import datetime
 import decimal
@@ -67,6 +68,8 @@ _AROUND = {
     **dict.fromkeys((staticmethod, classmethod, types.MethodType), "__func__"),
     property: "fget",
 }
+# Libraries' classes whose objects' attributes are compared and shown without being named.
+_COMPARED_WHOLE = (types.SimpleNamespace, argparse.Namespace)
 # Immutable classes written in C, whose value is in no attribute: compared by their repr.
 _IMMUTABLE: dict[type, Callable[[Any], str]] = {
     cls: cls.__repr__
@@ -322,7 +325,7 @@ def attributes(walk: Walk, value: Any, own: dict[str, Any], path: str) -> None:
     place, unnamed = Entries(own, names, path), list[str]()
     if walk.names.any_attribute and issubclass(cls, types.ModuleType):
         unnamed = [name for name in names if not walk.names.is_named(name)]
-    walk.read(place, but_for=unnamed)
+    walk.read(place, but_for=unnamed, by_name=not issubclass(cls, _COMPARED_WHOLE))
     for name in unnamed:
         walk.follow_last(own[name], place.label(name))
 

@@ -146,9 +146,20 @@ class Walk:
         """Look at a place, and follow nothing."""
         self.reached.places.append(place)
 
-    def read(self, place: Chosen, but_for: Sequence[str] = (), name: str | None = None) -> None:
-        """Look at a place, and follow what is there; ``name``: what the code calls it, if not by
-        the place's keys."""
+    def read(
+        self,
+        place: Chosen,
+        but_for: Sequence[str] = (),
+        name: str | None = None,
+        by_name: bool = True,
+    ) -> None:
+        """Look at a place, and follow what is there.
+
+        Args:
+            but_for: the keys of what isn't followed.
+            name: what the code calls it, if not by the place's keys.
+            by_name: whether it is only found where the code names it.
+        """
         taken = self.taken(place, place.keys)
         if taken:
             self.place(place.only(sorted(taken), guarded=False))
@@ -156,7 +167,8 @@ class Walk:
         self.place(place)
         for key, value in place.content().items():
             if value is not MISSING and key not in but_for:
-                self.follow_named(name or key, value, place.label(key))
+                follow = self.follow_named if by_name else self._follow_whole
+                follow(name or key, value, place.label(key))
 
     def follow_named(self, name: str, value: Any, path: str) -> None:
         """Go on with what the code finds under a name. Of a list to which it only appends the
@@ -172,6 +184,9 @@ class Walk:
                 follow(inner, f"{path}[{key!r}]")
         else:
             self.follow(value, path)
+
+    def _follow_whole(self, name: str, value: Any, path: str) -> None:
+        self.follow(value, path)
 
     def appended(self, value: Any, path: str) -> None:
         """Look at a list to which the code appends, and follow nothing."""
