@@ -4,13 +4,18 @@ next calls do what CPU torch does, by one program."""
 from __future__ import annotations
 
 import copy
+import io
+import logging
 import math
 import random
+import sys
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -237,7 +242,6 @@ NEEDED: dict[str, Body] = {
     "bool": lambda own, loss, y: bool(loss.item()),
     "bool_tensor": lambda own, loss, y: (loss > 0).item(),
     "text": lambda own, loss, y: f"{loss.item():.2f}",
-    "printed": lambda own, loss, y: print(loss.item()),
     "position": lambda own, loss, y: y[y.argmax().item() % 2],
     "size": lambda own, loss, y: y.new_zeros((y > 0).sum().item()),
     "range": lambda own, loss, y: list(range((y > 0).sum().item())),
@@ -256,6 +260,96 @@ def test_what_needs_one_at_once_is_refused(name: str) -> None:
     with pytest.raises(xd.DataDependentError, match=r"while the step is compiled\n  at .*\.py:\d+"):
         step(values("xla")[0])
     close(plain(own), plain(before))
+
+
+# --- what is printed ---------------------------------------------------------------------------
+
+LOGGER = logging.getLogger("items")
+
+
+def _in_a_variable(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.count += 1
+    text = f"{own.count:3d}: {loss.item():.2e}"
+    print(text)
+
+
+def _logged(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.count += 1
+    LOGGER.warning("step %d, loss %.3f", own.count, loss.item())
+    LOGGER.warning(f"step {own.count}, loss {loss.item():.3f}")
+    LOGGER.warning("loss %(loss).3f", {"loss": loss.item()})
+
+
+def _of_all_kinds(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.count += 1
+    print("loss", round(loss.item(), 3), own.count, "of", y.shape, sep="; ", end=".\n")
+    print("{:.3f} {}".format(loss.item(), own.count), str(round(loss.item(), 2)))
+    print("%s" % round(loss.item(), 3))
+    print(f"{loss.item() * 2:>10.3f}", file=sys.stdout)
+    return round(loss.item(), 3)
+
+
+PRINTED: dict[str, Body] = {
+    "print": lambda own, loss, y: print(f"loss {loss.item():.3f}"),
+    "number": lambda own, loss, y: print(round(loss.item(), 3)),
+    "variable": _in_a_variable,
+    "kinds": _of_all_kinds,
+    "logged": _logged,
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_is_printed(
+    name: str, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = trained(PRINTED[name], "cpu", State())
+    step = xd.compile(trained(PRINTED[name], "xla", State()))
+    texts = []
+    for run, given in ((expected, values("cpu")), (step, values("xla"))):
+        for x in given:
+            run(x)
+        texts.append((capsys.readouterr().out, [record.getMessage() for record in caplog.records]))
+        caplog.clear()
+    assert texts[0] == texts[1] and texts[0] != ("", [])
+    assert step.traces == 1
+
+
+def _beside_a_time(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    print(f"{time.perf_counter()} {loss.item()}")
+
+
+def _beside_an_int(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.count += 1
+    print("%d: %s" % (own.count, loss.item()))
+
+
+UNPRINTED: dict[str, Body] = {
+    "by_percent": lambda own, loss, y: print("%.3f" % loss.item()),
+    "elsewhere": lambda own, loss, y: print(f"{loss.item()}", file=io.StringIO()),
+    "kept": lambda own, loss, y: own.losses.append(f"{loss.item()}"),
+    "beside_a_time": _beside_a_time,
+    "by_the_print_of_before": lambda own, loss, y: PRINT(f"{loss.item()}"),
+}
+PRINT = print
+
+
+def test_an_int_in_such_a_text_is_never_that_of_the_trace(capsys: pytest.CaptureFixture) -> None:
+    step = xd.compile(trained(_beside_an_int, "xla", State()))
+    for count, x in enumerate(values("xla"), 1):
+        try:
+            step(x)
+        except xd.DataDependentError:
+            assert capsys.readouterr().out == ""
+            return
+        assert capsys.readouterr().out.startswith(f"{count}: ")
+
+
+@pytest.mark.parametrize("name", UNPRINTED)
+def test_text_that_is_made_at_once_is_refused(name: str, capsys: pytest.CaptureFixture) -> None:
+    step = xd.compile(trained(UNPRINTED[name], "xla", State()))
+    with pytest.raises(xd.DataDependentError, match="while the step is compiled"):
+        step(values("xla")[0])
+    assert capsys.readouterr().out == ""
 
 
 # --- lists -------------------------------------------------------------------------------------
@@ -506,6 +600,20 @@ def test_random_programs(seed: int) -> None:
         close(plain(step(x)), plain(expected(on_cpu)))
         close(plain(other), plain(one))
     assert step.traces <= 2
+
+
+def test_a_number_in_an_unknown_place_is_refused() -> None:
+    held = np.empty(1, object)
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        held[0] = x.sum().item()
+
+    with pytest.raises(xd.DataDependentError, match="where compiled steps don't look"):
+        step(torch.ones(2, device="xla"))
+    assert "a compiled step that failed" in f"{held[0]:.3f}"
+    with pytest.raises(xd.DataDependentError, match="was left"):
+        held[0] + 1
 
 
 def test_replicas_alone_have_one_item(mesh_2x4: DeviceMesh) -> None:

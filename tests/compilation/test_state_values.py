@@ -26,16 +26,10 @@ def _written_with_an_argument(state: State, x: torch.Tensor) -> torch.Tensor:
     return x if state.buffer[0] > 0 else -x
 
 
-def _of_a_parameter_as_it_is_trained(state: State, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return x * state.weight.detach().sum().item()
-
-
 REFUSED: dict[str, Callable[[State, torch.Tensor], torch.Tensor]] = {
     "argument": lambda state, x: x if x[0, 0] > 0 else -x,
-    "of_an_argument": lambda state, x: x * (x + state.buffer).sum().item(),
-    "parameter": lambda state, x: x * state.weight.sum().item(),
-    "parameter_detached": _of_a_parameter_as_it_is_trained,
+    "of_an_argument": lambda state, x: x * float((x + state.buffer).sum()),
+    "parameter": lambda state, x: x if state.weight.sum().item() > 0 else -x,
     "gradient": lambda state, x: x * float(state.weight.grad.sum()),
     "written": _written_with_an_argument,
     "random": lambda state, x: x if torch.rand((), device=x.device) + state.buffer[0] > 1 else -x,

@@ -37,6 +37,10 @@ class Waiting(Protocol):
     def refuse(self, what: str) -> NoReturn:
         """Something needs a value before it is known."""
 
+    def show(self, show: Callable[..., Any], values: list[Any]) -> None:
+        """Call ``show`` with the values when the program has run: texts and numbers in parts
+        (`text_of_numbers.Parts`), and others as they are."""
+
     def may_raise(self, node: PendingNode) -> None:
         """The devices compute a number that Python may raise for."""
 
@@ -75,6 +79,13 @@ class PendingNode(NumberNode):
     def _guarded(self, *what: Any) -> NoReturn:
         self.needed("what Python does with")
 
+    def shown(self) -> _Left:
+        """What its text is of, or the number itself where Python asks for it: a debugger may show
+        one that is left of a trace that has failed."""
+        if not self.over:
+            self.needed("what Python does with")
+        return _LEFT
+
     def needed(self, what: str) -> NoReturn:
         """Refuse that something needs the value at once."""
         if self.over:
@@ -90,6 +101,24 @@ class PendingNode(NumberNode):
         """The trace is over, and it was left somewhere."""
         self.over, self._traced, self.feed = True, None, _refuse_left
         self.compute = _refuse_left
+
+
+class _Left:
+    """Stands for a number that is left of a trace that has failed: it has nothing but text."""
+
+    def __repr__(self) -> str:
+        return "<.item() of a compiled step that failed>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __float__(self) -> float:
+        _refuse_left()
+
+    __int__ = __hash__ = __float__  # type: ignore[assignment]
+
+
+_LEFT = _Left()
 
 
 def _refuse_left(*what: Any) -> NoReturn:

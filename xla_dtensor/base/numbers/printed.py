@@ -6,6 +6,9 @@ numbers. Of text that is made before (``print(f"step {n}")``) `only_printed` say
 source that makes it (`uses_of_text`), whether it goes nowhere but there. Where that isn't certain
 the program depends on the number, as in any other use of its text.
 
+What is printed of a number that isn't known before the program has run is printed by each call, when
+it has.
+
 Text of a tensor that has no value yet is its shape. `only_shown` says whether nobody but people
 read it: printed, logged, or in an error's message.
 """
@@ -14,16 +17,29 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
+import datetime
 import functools
 import inspect
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
 from xla_dtensor.base import torch_private
+from xla_dtensor.base.numbers.pending_number import PendingNode
+from xla_dtensor.base.numbers.text_of_numbers import (
+    BEGIN,
+    Marks,
+    Parts,
+    Piece,
+    shown_now,
+    waiting,
+)
+from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.numbers.uses_of_text import Use, uses_at, uses_of_call
 from xla_dtensor.base.source_line import is_pythons, is_users
 
@@ -31,52 +47,111 @@ _LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical"
 
 
 class PrintedNumbers:
-    """While it is entered, ``print`` and log records are given symbolic numbers as plain ones.
+    """While it is entered, ``print`` and loggers are given symbolic numbers as plain ones.
 
     Args:
-        plain: a value as the number that it is now, if it is a symbolic one.
+        plain: a value as the number that it is now, if it is a symbolic one that has a value.
     """
 
-    # The streams of what is entered: text that goes elsewhere may be read again.
+    # The streams of what is entered (text that goes elsewhere may be read again), and its marks.
     _streams: list[tuple[Any, Any]] = []
+    marks: list[Marks] = []
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
 
     def __enter__(self) -> None:
         self._streams.append((sys.stdout, sys.stderr))
-        self._print, self._factory = builtins.print, logging.getLogRecordFactory()
+        self.marks.append(Marks())
+        self._print, self._handle = builtins.print, logging.Logger.handle
         builtins.print = functools.wraps(print)(self._printing(print))
-        logging.setLogRecordFactory(self._recording(self._factory))
+        logging.Logger.handle = self._handling(self._handle)  # type: ignore[method-assign]
 
     def __exit__(self, *exc_info: object) -> None:
         self._streams.pop()
+        self.marks.pop()
         builtins.print = self._print
-        logging.setLogRecordFactory(self._factory)
+        logging.Logger.handle = self._handle  # type: ignore[method-assign]
 
     def _printing(self, printed: Any) -> Any:
         def print_numbers(*values: Any, **options: Any) -> None:
             to_the_user = _goes_to_the_user(options.get("file"))
             if to_the_user:
-                values = tuple(map(self._plain, values))
-            printed(*values, **options)
+                show = functools.partial(printed, **options)
+                self._show(show, values, sys._getframe(1))
+            else:
+                printed(*values, **options)
 
         print_numbers.printed = printed  # type: ignore[attr-defined]
         return print_numbers
 
-    def _part(self, value: Any) -> Any:
-        if type(value) is dict:  # of "%(n)d"
-            return {key: self._plain(inner) for key, inner in value.items()}
-        return self._plain(value)
+    def _handling(self, handle: Any) -> Any:
+        def handled(logger: Any, record: Any) -> None:
+            args: Any = record.args
+            named = tuple(args) if type(args) is dict else None  # of "%(n)d"
+            values = args if type(args) is tuple else () if named is None else tuple(args.values())
+            if args and not values:
+                handle(logger, record)
+                return
 
-    def _recording(self, factory: Any) -> Any:
-        def made(name: Any, level: Any, path: Any, line: Any, msg: Any, args: Any, *more: Any,
-                 **options: Any) -> Any:  # fmt: skip
-            if type(args) is tuple:
-                args = tuple(map(self._part, args))
-            return factory(name, level, path, line, self._plain(msg), args, *more, **options)
+            given = record.msg, *values
+            record.msg, record.args = "", None  # it isn't to keep the numbers
 
-        return made
+            def show(msg: Any, *values: Any) -> None:
+                own = copy.copy(record)  # each call has one
+                own.created, own.msg = time.time(), msg
+                own.args = values if named is None else dict(zip(named, values, strict=True))
+                handle(logger, own)
+
+            self._show(show, given, sys._getframe(1))
+
+        return functools.wraps(handle)(handled)
+
+    def _show(self, show: Callable[..., Any], values: tuple[Any, ...], frame: FrameType) -> None:
+        """Call ``show`` with values for people, now or when all are known."""
+        parts = [self._parts(value) for value in values]
+        node = next(filter(None, (waiting(p) for p in parts if isinstance(p, Parts))), None)
+        if node is None:
+            show(*(shown_now(p) if isinstance(p, Parts) else p for p in parts))
+            return
+        users = _of_user(frame)
+        if _tells_time(users):
+            node.needed("a text for people by a function that asks for the time, in which there is")
+        if users is not None and users.f_code in self.marks[-1].without:
+            node.needed(
+                "a text for people by a function that has put another number into one by % and "
+                "its like (use an f-string), in which there is"
+            )
+        node.trace.show(show, parts)
+
+    def _parts(self, value: Any) -> Any:
+        """The parts of a text that has marks, or of a number that isn't known yet; anything else
+        as people are shown it."""
+        if isinstance(value, str) and BEGIN in value:
+            return self.marks[-1].parts(value)
+        node = getattr(value, "node", None)
+        return Parts([Piece(node, None)]) if isinstance(node, NumberNode) else self._plain(value)
+
+
+_TIMES = (time.time, time.perf_counter, time.monotonic, time.process_time, time.strftime)
+
+
+def _of_user(frame: FrameType | None) -> FrameType | None:
+    """The user's function that prints."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame if frame is None else _around(frame)
+
+
+def _tells_time(frame: FrameType | None) -> bool:
+    """Whether the code of a frame asks for the time."""
+    if frame is None:
+        return False
+    names = frame.f_code.co_names
+    values = [frame.f_globals.get(name) for name in names]
+    if any(module in values for module in (time, datetime, datetime.datetime)):
+        return not {"now", "today", "utcnow", *(f.__name__ for f in _TIMES)}.isdisjoint(names)
+    return any(value is function for value in values for function in _TIMES)
 
 
 _PRINTING = "print_numbers"
@@ -90,12 +165,24 @@ def _goes_to_the_user(file: Any = None) -> bool:
     return any(file is stream for stream in (streams[-1] if streams else (sys.stdout, sys.stderr)))
 
 
+def marked(frame: FrameType | None, node: NumberNode, text: Callable[[Any], str]) -> str | None:
+    """What stands for the text of a number that is made in ``frame`` and only printed by `print`
+    and loggers as they are now; None if it goes anywhere else."""
+    if frame is None or not PrintedNumbers._streams:
+        return None
+    by_us = _all(lambda use, frame: _prints(use, frame, by_us=True), uses_at(frame), frame)
+    return PrintedNumbers.marks[-1].mark(node, text) if by_us else None
+
+
 def only_printed(frame: FrameType | None) -> bool:
     """Whether the text that is made at this moment in ``frame`` goes into ``print`` or a logger's
     method, and nowhere else."""
     if frame is None or not PrintedNumbers._streams:
         return False
-    return _all(_prints, uses_at(frame), frame)
+    printed = _all(_prints, uses_at(frame), frame)
+    if printed:
+        PrintedNumbers.marks[-1].without.add(_around(frame).f_code)
+    return printed
 
 
 def only_shown(frame: FrameType | None, in_errors: bool = True) -> bool:
@@ -141,13 +228,18 @@ def _around(frame: FrameType) -> FrameType:
 _COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
-def _prints(use: Use, frame: FrameType) -> bool:
-    """Whether a call is one of ``print`` or of a logger's method; or nothing is done with it."""
+def _prints(use: Use, frame: FrameType, by_us: bool = False) -> bool:
+    """Whether a call is one of ``print`` or of a logger's method; or nothing is done with it.
+
+    Args:
+        by_us: whether it has to be the ``print`` that is there while a step is traced.
+    """
     if not isinstance(use.node, ast.Call):
         return isinstance(use.node, ast.Expr)
     function = use.node.func
     value = _resolved(frame, function)
-    if value is builtins.print or value is getattr(builtins.print, "printed", None):
+    originals = getattr(builtins.print, "printed", None)
+    if value is builtins.print or (value is originals and not by_us):
         files = [k.value for k in use.node.keywords if k.arg in ("file", None)]
         found = [_resolved(frame, file) for file in files]
         return None not in found and _goes_to_the_user(*found)

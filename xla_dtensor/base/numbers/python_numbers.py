@@ -25,7 +25,7 @@ import torch
 
 from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.numbers.pending_number import PendingNode, pending
-from xla_dtensor.base.numbers.printed import only_printed
+from xla_dtensor.base.numbers.printed import marked, only_printed
 from xla_dtensor.base.numbers.traced_number import NumberNode
 
 # Scalars of NumPy's that are numbers like Python's.
@@ -71,10 +71,10 @@ class _PythonNumber:
         return hash(_shown(self, sys._getframe()))
 
     def __format__(self, spec: str) -> str:
-        return format(_shown(self, sys._getframe(1)), spec)
+        return _text(self, sys._getframe(1), lambda value: format(value, spec))
 
     def __repr__(self) -> str:
-        return repr(_shown(self, sys._getframe(1)))
+        return _text(self, sys._getframe(1), repr)
 
     def __int__(self) -> int:
         return int(_shown(self, sys._getframe(1)))
@@ -109,11 +109,19 @@ def _value(number: Any) -> Any:
     return number
 
 
+def _text(number: Any, frame: types.FrameType, text: Callable[[Any], str]) -> str:
+    """The text of a number; what is only printed may have it later."""
+    mark = None if number.node.over else marked(frame, number.node, text)
+    return text(_shown(number, frame)) if mark is None else mark
+
+
 def _shown(number: Any, frame: types.FrameType) -> Any:
     """The number itself, for the code in ``frame``: the program depends on it, unless it is only
     printed (``"%d" % n`` asks for an int)."""
     node = number.node
-    if is_pending(number) or not only_printed(frame):
+    if is_pending(number):
+        return node.shown()
+    if not only_printed(frame):
         node.guard(node, "==", node.value)
     return node.value
 

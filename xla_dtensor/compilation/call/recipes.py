@@ -261,6 +261,27 @@ class PendingNumber(Recipe):
         return f"{self.text}, a number that each call computes"
 
 
+class PrintedText(Recipe):
+    """Text for people with numbers of a call: one that is printed alone is no text yet.
+
+    Attributes:
+        parts: texts, and numbers with what makes their text.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[str | tuple[Recipe, Callable[[Any], str] | None]]) -> None:
+        self.parts = parts
+
+    def make(self, run: Run) -> Any:
+        if len(self.parts) == 1 and not isinstance(self.parts[0], str):
+            return self.parts[0][0].make(run)
+        return "".join(
+            part if isinstance(part, str) else (part[1] or str)(part[0].make(run))
+            for part in self.parts
+        )
+
+
 class HostTensor(SharedRecipe):
     """A result that is a CPU tensor which the step made.
 

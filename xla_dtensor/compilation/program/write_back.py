@@ -101,6 +101,8 @@ class WriteBack:
             self._traced.outputs.left = []
         for number in self._traced.outputs.to_check:
             run.succeeds(_compute, number)
+        for show, values in self._traced.outputs.printed:
+            run.succeeds(_print, show, values)
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(_step_scheduler, step, scheduler, args, kwargs)
@@ -191,8 +193,16 @@ class WriteBack:
         )
 
 
+def _made(value: Any, run: Run) -> Any:
+    return value.make(run) if isinstance(value, Recipe) else value
+
+
 def _repeat(effect: Effect, run: Run) -> None:
-    effect.repeat(lambda v: v.make(run) if isinstance(v, Recipe) else v, run.arguments)
+    effect.repeat(lambda value: _made(value, run), run.arguments)
+
+
+def _print(show: Callable[..., Any], values: list[Any], run: Run) -> None:
+    show(*(_made(value, run) for value in values))
 
 
 def _compute(number: Recipe, run: Run) -> None:
@@ -200,6 +210,5 @@ def _compute(number: Recipe, run: Run) -> None:
 
 
 def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:
-    made = lambda value: value.make(run) if isinstance(value, Recipe) else value
-    args, kwargs = pytree.tree_map(made, (args, kwargs))
+    args, kwargs = pytree.tree_map(lambda value: _made(value, run), (args, kwargs))
     step(scheduler, *args, **kwargs)

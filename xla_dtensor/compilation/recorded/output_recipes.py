@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from xla_dtensor.base.numbers.pending_number import PendingNode
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pending
+from xla_dtensor.base.numbers.text_of_numbers import Parts
 from xla_dtensor.base.torch_private.attributes import is_leaf, is_view
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.recipes import (
@@ -20,6 +22,8 @@ from xla_dtensor.compilation.call.recipes import (
     LeafGradient,
     NewTensor,
     PendingNumber,
+    PrintedText,
+    Recipe,
     ViewRecipe,
 )
 from xla_dtensor.compilation.recorded.history import History, is_view_by_torch
@@ -153,6 +157,20 @@ class OutputRecipes:
             array, form = self._trace.items.arrays[item]
             self._items[item] = NewTensor(self._traced.emit(array, form), form)
         return PendingNumber(node, {item: self._items[item] for item in sorted(node.items)})
+
+    def printed(self, value: Any) -> Any:
+        """How later calls make what the step prints (`Parts`)."""
+        if not isinstance(value, Parts):
+            return value
+        return PrintedText(
+            [
+                part if isinstance(part, str) else (self._number(part.node), part.text)
+                for part in value
+            ]
+        )
+
+    def _number(self, node: Any) -> Recipe:
+        return self.pending(node) if isinstance(node, PendingNode) else ComputedNumber(node)
 
     # --- memory of the step's ------------------------------------------------------------------
 

@@ -148,6 +148,7 @@ class Traced:
                 closed = in_context_of_its_own(jax.make_jaxpr(traced))
                 start.arguments.end_trace()
                 if any(number() is not None for number in trace.python_numbers):
+                    trace.items.refuse_left(trace.python_numbers)
                     raise NumberLeft("the step leaves a number where it isn't seen")
             return closed
         finally:
@@ -343,6 +344,9 @@ class Traced:
         effects.convert(surroundings, watch, objects, made)
         self.schedulers.convert(lambda x: outputs.template(x) if is_ours(x) else made.result(x))
         outputs.to_check = list(map(made.pending, trace.items.to_check))
+        outputs.printed = [
+            (show, list(map(made.printed, values))) for show, values in trace.items.printed
+        ]
         self.hooks.take_numbers()
         outputs.collect_gradients(made, history, self.hooks.memory_made())
         del flat, made, history, objects, self._made

@@ -30,6 +30,7 @@ class TracedOutputs:
         history: how its results depend on tensors that require grad, or None.
         grads: (leaf, template of its new gradient or None).
         switched: (tensor from outside, the ``requires_grad`` that the step leaves it with).
+        printed: what it prints that is known when it has run: (what prints, values).
         host_writes: (CPU tensor from outside, what gives its new value).
         host_grads: (CPU leaf from outside, what gives its new gradient, or None).
         come_apart: (storage from outside of which the devices have one value before the step, its
@@ -48,6 +49,7 @@ class TracedOutputs:
         self.forms: list[Form] = []
         self.results: list[Recipe] = []
         self.to_check: list[Recipe] = []
+        self.printed: list[tuple[Any, list[Any]]] = []
         self.tree: Any = None
         self.history: History | None = None
         self.grads: list[tuple[Any, Recipe | None]] = []

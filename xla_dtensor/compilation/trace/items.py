@@ -4,6 +4,7 @@ has run."""
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,7 +14,9 @@ import torch
 
 from xla_dtensor.base.jax_private import convert_element_type
 from xla_dtensor.base.numbers.pending_number import PendingNode
+from xla_dtensor.base.numbers.python_numbers import is_pending
 from xla_dtensor.base.numbers.traced_number import NumberNode
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
 
@@ -28,15 +31,31 @@ class TracedItems:
         arrays: by number the value of the tensor when its item was asked for, and its form.
         to_check: numbers that a tensor has met, and that Python may raise for (``1 / loss.item()``)
             where the devices don't: each call computes them on the host as well.
+        printed: what is printed and logged of them: by what, with which values.
     """
 
     def __init__(self, refuse: Callable[[str, str], NoReturn]) -> None:
         self._refuse = refuse
         self.arrays: list[tuple[Any, Form]] = []
         self.to_check: list[PendingNode] = []
+        self.printed: list[tuple[Callable[..., Any], list[Any]]] = []
 
     def refuse(self, what: str) -> NoReturn:
         self._refuse(what, _WAY)
+
+    def show(self, show: Callable[..., Any], values: list[Any]) -> None:
+        self.printed.append((show, values))
+
+    def refuse_left(self, numbers: list[weakref.ref[Any]]) -> None:
+        """Refuse that one is still there when the trace is over, somewhere unknown."""
+        left = (number() for number in numbers)
+        node = next((number.node for number in left if is_pending(number)), None)
+        if node is not None:
+            raise DataDependentError(
+                f"the step leaves {node.text}, a number that is known when it has run, where "
+                "compiled steps don't look (a queue, a logger's memory, another library's object): "
+                "return it from the step and put it there outside"
+            )
 
     def may_raise(self, node: PendingNode) -> None:
         self.to_check.append(node)
