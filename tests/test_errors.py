@@ -421,8 +421,7 @@ def test_data_dependent_python() -> None:
 @pytest.mark.parametrize(
     ("look", "what"),
     [
-        (lambda x: x.sum().item(), ".item() (also float(), int(), bool(), `if tensor:`)"),
-        (lambda x: float(x[0]), ".item() (also float(), int(), bool(), `if tensor:`)"),
+        (lambda x: (x > 0).all().item(), ".item() (also float(), int(), bool(), `if tensor:`)"),
         (lambda x: x.tolist(), "the value of a tensor of shape [4] on the host"),
         (lambda x: x.cpu(), "the value of a tensor of shape [4] on the host"),
         (lambda x: x.local_shards, "local_shards"),
@@ -440,6 +439,23 @@ def test_values_in_a_compiled_step(look: Callable[[Any], Any], what: str) -> Non
     assert first == f"{what} needs a value that doesn't exist while the step is compiled"
     assert where.startswith(f"  at {__file__}:")
     assert f"\n{way_out}" == WAY_OUT
+
+
+@pytest.mark.parametrize(
+    ("look", "what"),
+    [
+        (lambda x: int(x.sum().item()), "what Python does with .item()"),
+        (lambda x: float(x[0]), "what Python does with .item()"),
+        (lambda x: 1 if x[0].item() / 2 > 3 else 0, "the decision ((.item() / 2) > 3)"),
+    ],
+)
+def test_numbers_of_a_compiled_step(look: Callable[[Any], Any], what: str) -> None:
+    with pytest.raises(xd.DataDependentError) as raised:
+        xd.compile(lambda x: look(x))(sharded())
+    first, where, way_out = str(raised.value).split("\n")
+    assert first == f"{what} needs a value that doesn't exist while the step is compiled"
+    assert where.startswith(f"  at {__file__}:")
+    assert way_out.startswith("What .item() gives of a value that the step computes is known when")
 
 
 def test_checks_of_a_distribution_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import xla_dtensor as xd
 
 
 def uses_item(x: torch.Tensor) -> torch.Tensor:
-    return x * x.sum().item()
+    return x * int(x.sum().item())
 
 
 def uses_if(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ def uses_seed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (uses_item, "return x * x.sum().item()"),
+        (uses_item, "return x * int(x.sum().item())"),
         (uses_if, "if x.sum() > 0:"),
         (uses_nonzero, "return x.nonzero().sum()"),
         (uses_mask, "return x[x > 0].sum()"),
