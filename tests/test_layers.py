@@ -115,6 +115,7 @@ ASKED_ABOUT = {
     "dispatch.several_devices": {"trace"},
     "horovod.ranks.devices": {"trace"},
     "integration.operators.backward": {"trace"},
+    "integration.optimizers.grad_scaler": {"trace"},
     "horovod.ranks.several": {"trace"},
     "planning.abstract": {"trace"},
     # a storage is told before its executor is known

@@ -250,6 +250,12 @@ def scripted_as() -> Any:
     return torch.jit.script(update)(torch.ones(1)).item()
 
 
+def scaler() -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu")
+    at.set_notes_of_scaler(made, {})
+    return made
+
+
 def after_one_batch() -> Any:
     batches = iter(torch.utils.data.DataLoader([1.0, 2.0]))  # type: ignore[arg-type]
     next(batches)
@@ -334,6 +340,8 @@ SAMPLES: dict[str, Callable[[], Any]] = {
         at.type_of_scripted(at.scripted_module(torch.jit.script(nn.ReLU())))
     ).get_attributes(),
     "set_scripted_as": lambda: scripted_as() == 2,
+    "notes_of_scaler": lambda: at.notes_of_scaler(torch.amp.GradScaler("cpu")) == {},
+    "set_notes_of_scaler": lambda: at.notes_of_scaler(scaler()) == {},
     "batches_yielded": lambda: at.batches_yielded(after_one_batch()) == 1,
     "metadata_path": lambda: at.metadata_path(FileSystemReader("/x"), None).name == ".metadata",
     "root_mesh": lambda: at.root_mesh(mesh()["tp"]) is mesh(),

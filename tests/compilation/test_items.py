@@ -283,8 +283,8 @@ def _logged(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
 def _of_all_kinds(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     own.count += 1
     print("loss", round(loss.item(), 3), own.count, "of", y.shape, sep="; ", end=".\n")
-    print("{:.3f} {}".format(loss.item(), own.count), str(round(loss.item(), 2)))
-    print("%s" % round(loss.item(), 3))
+    print("{:.3f} {}".format(loss.item(), own.count), str(round(loss.item(), 2)))  # noqa: UP032
+    print("%s" % round(loss.item(), 3))  # noqa: UP031
     print(f"{loss.item() * 2:>10.3f}", file=sys.stdout)
     return round(loss.item(), 3)
 
@@ -320,11 +320,11 @@ def _beside_a_time(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
 
 def _beside_an_int(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     own.count += 1
-    print("%d: %s" % (own.count, loss.item()))
+    print("%d: %s" % (own.count, loss.item()))  # noqa: UP031
 
 
 UNPRINTED: dict[str, Body] = {
-    "by_percent": lambda own, loss, y: print("%.3f" % loss.item()),
+    "by_percent": lambda own, loss, y: print("%.3f" % loss.item()),  # noqa: UP031
     "elsewhere": lambda own, loss, y: print(f"{loss.item()}", file=io.StringIO()),
     "kept": lambda own, loss, y: own.losses.append(f"{loss.item()}"),
     "beside_a_time": _beside_a_time,

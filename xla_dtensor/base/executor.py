@@ -112,6 +112,15 @@ class Executor:
         call of what is traced."""
         return tensor
 
+    def making_state(self) -> AbstractContextManager[Any]:
+        """A block that fills state which outlives the step that is traced, in its first call."""
+        return NOTHING
+
+    def made_with(self, tensor: Any) -> Any:
+        """What an optimizer has filled ``tensor`` with, its state, if it has made that in the step
+        that is traced: a tensor; else None."""
+        return None
+
     # --- storages -----------------------------------------------------------------------------
 
     def created(self, storage: Any) -> None:

@@ -44,8 +44,8 @@ from xla_dtensor.integration.operators import (
     recomputation,
     subclasses,
 )
+from xla_dtensor.integration.optimizers import grad_scaler, optimizer_steps
 from xla_dtensor.integration.optimizers import loading as optimizer_loading
-from xla_dtensor.integration.optimizers import optimizer_steps
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 from xla_dtensor.runtime.jax_runtime import keep_quiet
@@ -68,6 +68,7 @@ def install() -> None:
     control_flow.install()
     optimizer_steps.install()
     optimizer_loading.install()
+    grad_scaler.install()
     _hook_mesh_class()
     _hook_current_mesh()
     _hook_distribute()

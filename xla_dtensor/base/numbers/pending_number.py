@@ -20,7 +20,8 @@ from xla_dtensor.base import interrupts
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.errors import DataDependentError
 
-# What the devices compute as Python does, but for rounding; of `math` by JAX's functions of the name.
+# What the devices compute as Python does, but for rounding; of `math` by JAX's functions of that
+# name.
 _OPERATORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs)
 _MAY_RAISE = (operator.truediv, operator.pow)
 _OF_MATH = ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos", "tanh")
@@ -28,7 +29,6 @@ _FUNCTIONS = {getattr(math, name): name for name in _OF_MATH}
 
 # What Python's arithmetic may raise for the numbers by which the type of a result is found.
 _ARITHMETIC = (ArithmeticError, ValueError)
-
 
 
 class Waiting(Protocol):
@@ -71,9 +71,7 @@ class PendingNode(NumberNode):
     ) -> None:
         absent: Any = 0 if issubclass(kind, int | np.integer) else math.nan
         absent = absent if kind in (int, float) else kind(absent)
-        super().__init__(
-            absent, None, compute, text, self._guarded, known=False, feed=on_devices
-        )
+        super().__init__(absent, None, compute, text, self._guarded, known=False, feed=on_devices)
         self.items, self.trace = items, trace
 
     def _guarded(self, *what: Any) -> NoReturn:

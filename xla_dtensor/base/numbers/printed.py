@@ -6,8 +6,8 @@ numbers. Of text that is made before (``print(f"step {n}")``) `only_printed` say
 source that makes it (`uses_of_text`), whether it goes nowhere but there. Where that isn't certain
 the program depends on the number, as in any other use of its text.
 
-What is printed of a number that isn't known before the program has run is printed by each call, when
-it has.
+What is printed of a number that isn't known before the program has run is printed by each call,
+when it has.
 
 Text of a tensor that has no value yet is its shape. `only_shown` says whether nobody but people
 read it: printed, logged, or in an error's message.
@@ -29,13 +29,14 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
+
 from xla_dtensor.base import torch_private
-from xla_dtensor.base.numbers.pending_number import PendingNode
 from xla_dtensor.base.numbers.text_of_numbers import (
     BEGIN,
     Marks,
+    NumberInText,
     Parts,
-    Piece,
     shown_now,
     waiting,
 )
@@ -129,8 +130,10 @@ class PrintedNumbers:
         as people are shown it."""
         if isinstance(value, str) and BEGIN in value:
             return self.marks[-1].parts(value)
-        node = getattr(value, "node", None)
-        return Parts([Piece(node, None)]) if isinstance(node, NumberNode) else self._plain(value)
+        symbolic = isinstance(value, torch.SymFloat | torch.SymInt)
+        if symbolic and isinstance(value.node, NumberNode):
+            return Parts([NumberInText(value.node, None)])
+        return self._plain(value)
 
 
 _TIMES = (time.time, time.perf_counter, time.monotonic, time.process_time, time.strftime)

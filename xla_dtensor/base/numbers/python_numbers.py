@@ -7,8 +7,8 @@ the present values, and its outcome is what the program depends on: ``n % 4 == 0
 programs. Where Python needs the number itself (``float(n)``, ``x[:n]``, ``f"{n}"``), it depends on
 the value.
 
-Some aren't known before the program has run (`pending_number.py`): with these Python can compute, and
-what would depend on the value is refused.
+Some aren't known before the program has run (`pending_number.py`): with these Python can compute,
+and what would depend on the value is refused.
 """
 
 from __future__ import annotations

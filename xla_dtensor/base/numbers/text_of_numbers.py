@@ -1,8 +1,8 @@
 """Text of symbolic numbers that is only printed or logged, put together when the number is known.
 
 While a step is traced such text has a mark in place of each number. `print` and loggers read the
-marks: a number that is known shows its value of now; where one isn't known before the program has run
-(``print(f"loss {loss.item():.3f}")``), each call prints, when it has run.
+marks: a number that is known shows its value of now; where one isn't known before the program has
+run (``print(f"loss {loss.item():.3f}")``), each call prints, when it has run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xla_dtensor.base.numbers.traced_number import NumberNode
 BEGIN, _END, _FIRST = "\ufdd0", "\ufdd1", 0xF0000
 
 
-class Piece(NamedTuple):
+class NumberInText(NamedTuple):
     """What a text shows of a number.
 
     Attributes:
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     text: Callable[[Any], str] | None
 
 
-class Parts(tuple[str | Piece, ...]):
+class Parts(tuple[str | NumberInText, ...]):
     """A text in parts; or a number that is printed itself."""
 
     __slots__ = ()
@@ -45,18 +45,18 @@ class Marks:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[NumberInText] = []
         self.without: set[CodeType] = set()
 
     def mark(self, node: NumberNode, text: Callable[[Any], str]) -> str:
         """What stands for the text of a number."""
-        self._pieces.append(Piece(node, text))
+        self._pieces.append(NumberInText(node, text))
         return f"{BEGIN}{chr(_FIRST + len(self._pieces) - 1)}{_END}"
 
     def parts(self, text: str) -> Parts:
         """The parts of a text that may have marks."""
         first, *others = text.split(BEGIN)
-        found: list[str | Piece] = [first]
+        found: list[str | NumberInText] = [first]
         for other in others:
             found += [self._pieces[ord(other[0]) - _FIRST], other[2:]]
         return Parts(found)
@@ -64,7 +64,7 @@ class Marks:
 
 def shown_now(parts: Parts) -> Any:
     """The text with the numbers' present values, or the value of a number that is no text yet."""
-    if len(parts) == 1 and isinstance(parts[0], Piece):
+    if len(parts) == 1 and isinstance(parts[0], NumberInText):
         return parts[0].node.value
     return "".join(
         part if isinstance(part, str) else (part.text or str)(part.node.value) for part in parts
@@ -73,5 +73,5 @@ def shown_now(parts: Parts) -> Any:
 
 def waiting(parts: Parts) -> PendingNode | None:
     """A number that isn't known yet, if there is one."""
-    nodes = (part.node for part in parts if isinstance(part, Piece))
+    nodes = (part.node for part in parts if isinstance(part, NumberInText))
     return next((node for node in nodes if isinstance(node, PendingNode)), None)

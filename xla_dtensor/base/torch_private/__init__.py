@@ -256,6 +256,9 @@ NAMES = {
     "get_fqns": "torch.distributed.checkpoint.state_dict:_get_fqns",
     # `load` and `save` without what they ask of process groups.
     "load_state_dict": "torch.distributed.checkpoint.state_dict_loader:_load_state_dict",
+    # What a GradScaler notes between unscale_, step and update; where it decides, makes its scale.
+    "maybe_step_of_scaler": "torch.amp.grad_scaler:GradScaler._maybe_opt_step",
+    "begin_of_scaler": "torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker",
     "save_state_dict": "torch.distributed.checkpoint.state_dict_saver:_save_state_dict",
     # What `async_save` does first with objects that have a state.
     "stateful_to_state_dict": (

@@ -121,6 +121,16 @@ def set_scripted_as(update: Any, function: Callable[..., Any]) -> None:
     update.__original_fn, update.__script_if_tracing_wrapper = function, True
 
 
+def notes_of_scaler(scaler: Any) -> Any:
+    """What a `GradScaler` notes of each optimizer until its ``update()``: a dict."""
+    return scaler._per_optimizer_states
+
+
+def set_notes_of_scaler(scaler: Any, notes: Any) -> None:
+    """Have a `GradScaler` note that in this dict."""
+    scaler._per_optimizer_states = notes
+
+
 def batches_yielded(iterator: Any) -> int | None:
     """How many batches a DataLoader's iterator has given; None of other iterators."""
     found: int | None = getattr(iterator, "_num_yielded", None)

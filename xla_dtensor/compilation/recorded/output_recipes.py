@@ -105,6 +105,10 @@ class OutputRecipes:
             return known[1]
         return FixedObject(value)
 
+    def value(self, value: Any) -> Any:
+        """The same of a tensor of which only the value matters, and not the history."""
+        return self._traced.template(value) if is_ours(value) else self.result(value)
+
     def tensor(self, value: Any) -> Any:
         """The same of a tensor on the devices."""
         known = self._known.get(id(value))

@@ -342,7 +342,7 @@ class Traced:
         made.histories([*flat, *effects.left_in_places(objects)])
         outputs.results = list(map(made.result, flat))
         effects.convert(surroundings, watch, objects, made)
-        self.schedulers.convert(lambda x: outputs.template(x) if is_ours(x) else made.result(x))
+        self.schedulers.convert(made.value)
         outputs.to_check = list(map(made.pending, trace.items.to_check))
         outputs.printed = [
             (show, list(map(made.printed, values))) for show, values in trace.items.printed

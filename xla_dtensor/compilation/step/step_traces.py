@@ -217,7 +217,7 @@ class StepTraces:
                 for effect in again
                 if missed is not None
                 and missed.path is not None
-                and missed.path.startswith(effect.place.path)
+                and effect.concerns(missed.path)
                 and goes_on(effect, earlier, missed.paths)
             ]
             if not again:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -48,7 +48,7 @@ class TracedItems:
 
     def refuse_left(self, numbers: list[weakref.ref[Any]]) -> None:
         """Refuse that one is still there when the trace is over, somewhere unknown."""
-        left = (number() for number in numbers)
+        left: Iterator[Any] = (number() for number in numbers)
         node = next((number.node for number in left if is_pending(number)), None)
         if node is not None:
             raise DataDependentError(

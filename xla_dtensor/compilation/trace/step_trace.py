@@ -7,9 +7,10 @@ outputs. Nothing has to be declared.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -51,7 +52,7 @@ from xla_dtensor.plans.ops import info_of
 from xla_dtensor.runtime import arrays
 from xla_dtensor.runtime.abstract_array import AbstractArray, traced
 from xla_dtensor.tensors.base import grad_of, set_grad_of
-from xla_dtensor.tensors.of_form import is_ours
+from xla_dtensor.tensors.of_form import is_ours, new_tensor
 from xla_dtensor.tensors.printing import print_options
 
 # What marks of reads are called, in front of their number.
@@ -329,6 +330,20 @@ class StepTrace(TracingProgram):
     def made_of_constants(self, tensor: torch.Tensor) -> torch.Tensor:
         self.host.knows(tensor)
         return tensor
+
+    @contextlib.contextmanager
+    def making_state(self) -> Iterator[None]:
+        self.optimizer_depth += 1
+        try:
+            yield
+        finally:
+            self.optimizer_depth -= 1
+
+    def made_with(self, tensor: Any) -> Any:
+        captured = self._captured_by_id.get(id(tensor._storage_))
+        if captured is None or captured.storage is not tensor._storage_:
+            return None
+        return None if captured.fill_value is None else new_tensor(captured.array, captured.form)
 
     def _host_array(self, tensor: torch.Tensor) -> tuple[Any, Any, Any]:
         self.host.take_writes()

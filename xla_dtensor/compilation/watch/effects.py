@@ -75,6 +75,13 @@ class Effect:
         """The names of everything that changed, in messages."""
         return {self.place.label(key) for key in self.before}
 
+    def concerns(self, path: str) -> bool:
+        """Whether what is called ``path`` in messages is a part of what has changed."""
+        named = isinstance(self.place, _BY_NAME)
+        return any(
+            path.startswith(name) for name in (self.labels() if named else (self.place.path,))
+        )
+
     def grows(self) -> bool:
         """Whether a list or a dict has got other keys, or lost some."""
         return self._keys is not None and not isinstance(self.place, _BY_NAME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,9 @@ class NamesMet(Names):
 
     def count(self) -> int:
         """How many there are: another name may lead to other objects."""
-        sets = (self.attributes, self.assigned, self.stored, self.modules, self.in_libraries)
+        sets: tuple[Collection[Any], ...] = (
+            *(self.attributes, self.assigned, self.stored, self.modules, self.in_libraries),
+            *(self.uses, self.readers, *self.named.values()),
+        )
         read = (names for _, names in self.namespaces.values())
-        return sum(map(len, (*sets, self.uses, self.readers, *read, *self.named.values())))
+        return sum(map(len, (*sets, *read)))
