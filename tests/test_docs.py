@@ -64,8 +64,9 @@ def blocks(page: str) -> list[str]:
         ("dfunction.md", 6, ["Layout(dp=2, tp=4; [None, None]; sum over tp)"]),
         (
             "compile.md",
-            15,
+            16,
             [
+                *("1: 0.0", "2: 6.0", "3: 12.0"),
                 "the compiled step from_file is stale: the operations would be others now.",
                 "  traced:  mul(Literal(2.0)) -> float32[8,16]",
                 "  now:     mul(Literal(3.0)) -> float32[8,16]",

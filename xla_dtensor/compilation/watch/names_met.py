@@ -127,9 +127,7 @@ class NamesMet(Names):
 
     def count(self) -> int:
         """How many there are: another name may lead to other objects."""
-        sets: tuple[Collection[Any], ...] = (
-            *(self.attributes, self.assigned, self.stored, self.modules, self.in_libraries),
-            *(self.uses, self.readers, *self.named.values()),
-        )
+        sets: list[Collection[Any]] = [self.uses, self.readers, *self.named.values()]
+        sets += [self.attributes, self.assigned, self.stored, self.modules, self.in_libraries]
         read = (names for _, names in self.namespaces.values())
         return sum(map(len, (*sets, *read)))
