@@ -386,6 +386,7 @@ def _by_another_name(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     append = own.losses.append
     append(loss.item())
     append(3)
+    own.losses.extend([loss.item() / 2, "end"])
 
 
 LISTS: dict[str, tuple[Body, int]] = {

@@ -114,6 +114,7 @@ APPENDS, APPENDS_INSIDE, OTHERWISE = "x.append", "x[key].append", "otherwise"
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 _CELL = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_APPENDS = ("append", "extend")
 _KEY = {"LOAD_CONST", "LOAD_FAST", *_GLOBAL, *_CELL}
 _STORED = {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
@@ -207,7 +208,7 @@ def names_of(code: types.CodeType) -> Names:
 def _use(instructions: list[dis.Instruction], position: int) -> str:
     """What is done with what the instruction at ``position`` loads."""
     behind = [i for i in instructions[position + 1 : position + 4] if i.opname != "PUSH_NULL"]
-    appends = [i.opname in _READ and i.argval == "append" for i in behind]
+    appends = [i.opname in _READ and i.argval in _APPENDS for i in behind]
     if appends[:1] == [True]:
         return APPENDS
     if appends[2:] == [True] and behind[0].opname in _KEY and _is_subscript(behind[1]):
