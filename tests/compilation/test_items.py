@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -518,8 +519,21 @@ def test_a_namespace_shows_its_lists() -> None:
         assert found.item() == length
 
 
-def test_of_two_meters_one_is_read() -> None:
-    for meter in (_Meter, _ReadingMeter):
+class _SizedMeter(_Meter):
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+@dataclass
+class _Record:
+    seen: list[Any] = field(default_factory=list)
+
+    def update(self, value: float) -> None:
+        self.seen.append(value)
+
+
+def test_classes_that_could_look_at_their_list() -> None:
+    for meter in (_Meter, _ReadingMeter, _SizedMeter, _Record):
         own = meter()
 
         @xd.compile
@@ -529,6 +543,52 @@ def test_of_two_meters_one_is_read() -> None:
         for n in range(3):
             step(torch.full((2,), float(n), device="xla"))
         assert own.seen == [0.0, 2.0, 4.0] and step.traces == 1
+
+
+def test_tensors_that_such_a_class_takes_up() -> None:
+    own = _Record()
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        own.update(x * 2)
+
+    for n in range(3):
+        step(torch.full((1,), float(n), device="xla"))
+    assert [tensor.item() for tensor in own.seen] == [0.0, 2.0, 4.0] and step.traces == 1
+
+
+def test_a_class_that_looks_at_its_list_meanwhile() -> None:
+    own, seen = _SizedMeter(), []
+
+    @xd.compile
+    def step(x: torch.Tensor, looks: bool) -> torch.Tensor:
+        own.update(1.0)
+        return x * len(own) if looks else x * 0
+
+    for looks in (False, False, True, True, False):
+        before = len(own.seen)
+        try:
+            seen.append(step(torch.ones(1, device="xla"), looks).item())
+        except xd.DataDependentError:
+            assert len(own.seen) == before
+            break
+        assert seen[-1] == (len(own.seen) if looks else 0) and len(own.seen) == before + 1
+
+
+def test_records_that_are_shown_as_a_whole() -> None:
+    own = _Record()
+
+    @xd.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        own.update(1.0)
+        return x * sum(len(value) for value in asdict(own).values())
+
+    for count in (1, 2):
+        try:
+            found = step(torch.ones(1, device="xla"))
+        except xd.DataDependentError:
+            return
+        assert found.item() == count
 
 
 def test_a_full_deque_of_one_object_is_refused() -> None:

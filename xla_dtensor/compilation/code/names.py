@@ -104,12 +104,16 @@ class Names:
             (name, use) in self.uses
             and self.uses.isdisjoint((name, other) for other in others)
             and not (self.any_attribute or self.any_global or self.others_globals)
-            and "__self__" not in self.attributes  # of a bound method
+            and _WHOLE.isdisjoint(self.attributes)
+            and _WHOLE.isdisjoint(self.globals)
             and name not in self.assigned
             and name not in self.stored
         )
 
 
+# What gives an object's attributes without naming them; the list of a bound method.
+_WHOLE = frozenset({"deepcopy", "dump", "dumps", "Pickler", "fields", "asdict", "astuple"})
+_WHOLE |= {"__self__"}
 APPENDS, APPENDS_INSIDE, OTHERWISE = "x.append", "x[key].append", "otherwise"
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}

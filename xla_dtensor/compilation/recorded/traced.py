@@ -233,8 +233,10 @@ class Traced:
         roots += watch.made_meanwhile()
         same = len(roots) == before and not names.meets_installed
         same = same and (self._ran is None or not users_code(reached.codes - self._ran))
+        same = same and not self.effects.append()
         self.watch = watch if same else self.look_again(watch)
         self.watch.remember_caches()
+        self.effects.settle(self.watch)
         objects = start.call.objects()
         self.asked = [(i, objects[i]) for i in sorted(start.ids.found)]
 

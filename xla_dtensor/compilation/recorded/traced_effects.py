@@ -14,7 +14,7 @@ from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.trace.step_trace import StepTrace
-from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, check_replayable
+from xla_dtensor.compilation.watch.effects import Effect, PlacesBefore, grows_by_tensors
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.of_form import is_ours
@@ -44,6 +44,7 @@ class TracedEffects:
         self.of_others = surroundings.others
         self.replaced: set[str] = set()
         self.counted: set[str] = set()
+        self._taking_up: list[Effect] = []
         self.leave_others = any(
             effect.grows() or not all(_same(effect.before[k], v) for k, v in effect.after.items())
             for effect in self.all
@@ -84,11 +85,37 @@ class TracedEffects:
                     "either change it, or replace it"
                 )
             self._find_replaced(effect)
-            check_replayable(effect, is_new)
+            if grows_by_tensors(effect, is_new):
+                self._taking_up.append(effect)
             effect.convert(convert)
         surroundings.restore()
         for effect in self.all:
             effect.let_go()
+
+    def append(self) -> bool:
+        """Whether something is appended to a list from outside, which may be looked at or not."""
+        return any(effect.appends() for effect in self.all)
+
+    def settle(self, watch: Watch) -> None:
+        """Now that it is known which code has run: of the lists from outside that have grown some
+        aren't looked at.
+
+        Raises:
+            DataDependentError: a list or a set that is takes up tensors in every call.
+        """
+        appended = {place.container: place for place in watch.appended()}
+        for i, effect in enumerate(self.all):
+            place = appended.get(effect.place.container)
+            if place is not None and effect.appends():
+                self.all[i] = effect.as_appended(place)
+            elif any(effect is each for each in self._taking_up):
+                raise DataDependentError(
+                    f"the step adds a tensor to {effect.place.path}, a "
+                    f"{type(effect.place.owner).__name__} outside of it, which grows in every "
+                    "call: a compiled step can't do that but where its code only appends to it; "
+                    "return the tensor, and keep it outside"
+                )
+        self._taking_up = []
 
     def _goes_on(self, tensor: torch.Tensor) -> bool:
         """Whether a backward pass of the next call would come to what this one has computed."""

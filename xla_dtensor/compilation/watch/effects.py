@@ -15,6 +15,7 @@ import contextvars
 import operator
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,17 @@ class Effect:
     def labels(self) -> set[str]:
         """The names of everything that changed, in messages."""
         return {self.place.label(key) for key in self.before}
+
+    def appends(self) -> bool:
+        """Whether a list or a deque from outside has got more elements at its end, and no others."""
+        place = self.place
+        if type(place) is not Elements or type(place.owner) not in (list, deque):
+            return False
+        return self.argument is None and all(v is MISSING for v in self.before.values())
+
+    def as_appended(self, place: Appended) -> Effect:
+        """The same of a list whose content doesn't matter."""
+        return Effect(place, {}, dict(enumerate(self.after.values())))
 
     def concerns(self, path: str) -> bool:
         """Whether what is called ``path`` in messages is a part of what has changed."""
@@ -167,14 +179,9 @@ class PlacesBefore:
     """
 
     def __init__(self, watch: Watch, arguments: Arguments) -> None:
-        places = watch.reached.places
-        looked_at = {place.container for place in places if not isinstance(place, Appended)}
-        appended = {p.container: p for p in places if isinstance(p, Appended)}
+        looked_at = (p for p in watch.reached.places if not isinstance(p, Appended))
         found: list[tuple[Place, int | None]] = [
-            (place, None)
-            for place in places
-            if not isinstance(place, Appended)
-            or (place.container not in looked_at and appended[place.container] is place)
+            (place, None) for place in (*looked_at, *watch.appended())
         ]
         known = {place.container for place in watch.reached.places}
         given = enumerate(arguments.places())
@@ -335,28 +342,17 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-def check_replayable(effect: Effect, is_new: Callable[[Any], bool]) -> None:
-    """Refuse an effect that later calls can't repeat.
+def grows_by_tensors(effect: Effect, is_new: Callable[[Any], bool]) -> bool:
+    """Whether a list or a set takes up tensors in every call.
 
     Args:
         is_new: whether a tensor is one that the step made.
-
-    Raises:
-        DataDependentError: a list or set takes up tensors in every call.
     """
     in_sequence = isinstance(effect.place, Elements) and not isinstance(effect.place, Appended)
-    if in_sequence and effect.argument is None:
-        new = [v for v in effect.after.values() if isinstance(v, torch.Tensor) and is_new(v)]
-        if new and _grows(effect):
-            raise DataDependentError(
-                f"the step adds a tensor to {effect.place.path}, a "
-                f"{type(effect.place.owner).__name__} outside of it, which grows in every call: a "
-                "compiled step can't do that; return the tensor, and keep it outside"
-            )
-
-
-def _grows(effect: Effect) -> bool:
-    return any(value is MISSING for value in effect.before.values())
+    if not in_sequence or effect.argument is not None:
+        return False
+    grows = any(value is MISSING for value in effect.before.values())
+    return grows and any(isinstance(v, torch.Tensor) and is_new(v) for v in effect.after.values())
 
 
 def in_context_of_its_own(function: Callable[[], Any]) -> Any:

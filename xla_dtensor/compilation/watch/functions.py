@@ -43,6 +43,7 @@ def of_function(walk: Walk, function: types.FunctionType, path: str) -> None:
             if walk.expecting:
                 names = names_of(code)
                 walk.names.attributes |= names.attributes
+                walk.names.uses |= names.uses
                 walk.names.assigned |= names.assigned
         elif not is_library(module):
             _users_code(walk, function, module, path)

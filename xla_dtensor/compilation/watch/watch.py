@@ -28,7 +28,7 @@ from xla_dtensor.compilation.code.identities import identities
 from xla_dtensor.compilation.code.names import is_library_class
 from xla_dtensor.compilation.code.reflection import cache_of
 from xla_dtensor.compilation.objects.found import Found, content_of, is_atom
-from xla_dtensor.compilation.objects.places import MISSING, Chosen, Place
+from xla_dtensor.compilation.objects.places import MISSING, Appended, Chosen, Place
 from xla_dtensor.compilation.watch.followers import FOLLOWERS, reach
 from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.walk import Walk
@@ -82,6 +82,13 @@ class Watch:
             keys = place.keys if isinstance(place, Chosen) else (None,)
             found |= {(place.container, key) for key in keys}
         return found
+
+    def appended(self) -> Iterator[Appended]:
+        """The lists to which the step's code appends, and at which it doesn't look in any way."""
+        places = self.reached.places
+        looked_at = {place.container for place in places if not isinstance(place, Appended)}
+        found = {p.container: p for p in places if isinstance(p, Appended)}
+        return (place for container, place in found.items() if container not in looked_at)
 
     @property
     def leaves(self) -> list[torch.Tensor]:
