@@ -293,10 +293,29 @@ def test_what_people_read_shows_the_shape(
     # What is reached of tqdm and of a logger's adapter is known when they have run.
     assert compiled.traces == (2 if use in (logged, on_a_progress_bar) else 1)
     out = capsys.readouterr()
-    if use.__name__.startswith("printed"):
-        assert SHAPE in out.out and "1." not in out.out.replace("1.0}", "")
+    if use in (printed, printed_by_a_function, printed_as_it_is):
+        assert SHAPE in out.out
     if use is logged:
-        assert sum(SHAPE in message for message in caplog.messages) >= 6
+        assert SHAPE in caplog.text
+        for loss in ("1.0", "4.0"):
+            assert sum(f"loss {loss}" in message for message in caplog.messages) == 4
+
+
+def test_a_number_that_is_printed_is_that_of_the_call(capsys: pytest.CaptureFixture) -> None:
+    """A tensor of no dims is a number in an f-string, known when the step has run."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = x.sum()
+        printed_from_a_variable(loss)
+        print(f"{loss:.3f}", {"loss": f"{loss}"}, [f"{loss}"], sep=f"; {loss}; ")
+        return loss
+
+    texts = []
+    for run, device in ((step, "cpu"), (xd.compile(step), "xla")):
+        for scale in (1.0, 2.0):
+            run(torch.full((4,), scale, device=device))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "loss 8.0, again 8.0" in texts[0]
 
 
 def test_an_error_of_the_users_stays_one() -> None:

@@ -176,6 +176,11 @@ class Executor:
         """
         return self.has_values
 
+    def printed_text(self, tensor: Any, frame: Any, spec: str) -> str | None:
+        """What stands in ``frame`` for the number that an xla tensor without a value is, in text
+        that is printed when the step has run; None if it isn't."""
+        return None
+
     def recording(self) -> AbstractContextManager[Any]:
         """A block in which the package computes on CPU tensors for the step that is traced, in
         each call anew."""

@@ -164,9 +164,13 @@ class TensorMethods(HasMemory, OurTensor):
         """As of torch's own tensors: one element is formatted as the number that it is; what has no
         number (now) as `repr` has it, unless it is to be formatted in a certain way."""
         if not self._form.meta and not self._form.shape:
-            known = has_text(self, sys._getframe(1))
+            frame = sys._getframe(1)
+            known = has_text(self, frame)
             if known or (format_spec and known is not None):
                 return format(self.detach().item(), format_spec)  # type: ignore[attr-defined]
+            printed = executor.current().printed_text(self, frame, format_spec)
+            if printed is not None:
+                return printed
             format_spec = ""
         return object.__format__(self, format_spec)
 

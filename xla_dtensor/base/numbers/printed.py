@@ -33,7 +33,6 @@ import torch
 
 from xla_dtensor.base import torch_private
 from xla_dtensor.base.numbers.text_of_numbers import (
-    BEGIN,
     Marks,
     NumberInText,
     Parts,
@@ -77,11 +76,17 @@ class PrintedNumbers:
     def _printing(self, printed: Any) -> Any:
         def print_numbers(*values: Any, **options: Any) -> None:
             to_the_user = _goes_to_the_user(options.get("file"))
-            if to_the_user:
-                show = functools.partial(printed, **options)
-                self._show(show, values, sys._getframe(1))
-            else:
+            if not to_the_user:
                 printed(*values, **options)
+                return
+            between = {name: options[name] for name in ("sep", "end") if options.get(name)}
+
+            def show(*given: Any) -> None:
+                count = len(between)
+                named = dict(zip(between, given[:count], strict=True))
+                printed(*given[count:], **{**options, **named})
+
+            self._show(show, (*between.values(), *values), sys._getframe(1))
 
         print_numbers.printed = printed  # type: ignore[attr-defined]
         return print_numbers
@@ -128,8 +133,10 @@ class PrintedNumbers:
     def _parts(self, value: Any) -> Any:
         """The parts of a text that has marks, or of a number that isn't known yet; anything else
         as people are shown it."""
-        if isinstance(value, str) and BEGIN in value:
-            return self.marks[-1].parts(value)
+        text = str(value) if type(value) in (dict, list, tuple, set) else value
+        parts = self.marks[-1].parts(text) if isinstance(text, str) else None
+        if parts is not None:
+            return parts
         symbolic = isinstance(value, torch.SymFloat | torch.SymInt)
         if symbolic and isinstance(value.node, NumberNode):
             return Parts([NumberInText(value.node, None)])

@@ -7,6 +7,7 @@ run (``print(f"loss {loss.item():.3f}")``), each call prints, when it has run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 from xla_dtensor.base.numbers.pending_number import PendingNode
 from xla_dtensor.base.numbers.traced_number import NumberNode
 
-# Two characters that no text has (Unicode's noncharacters), around one that counts.
-BEGIN, _END, _FIRST = "\ufdd0", "\ufdd1", 0xF0000
+# Rare brackets around a letter (a Yi syllable) that says which it is: `repr` leaves them as they
+# are, and there are no capitals of them.
+_BEGIN, _END, _LETTERS = "\u2e28", "\u2e29", range(0xA016, 0xA48D)
+_MARK = re.compile(f"{_BEGIN}([{chr(_LETTERS[0])}-{chr(_LETTERS[-1])}]+){_END}")
 
 
 class NumberInText(NamedTuple):
@@ -51,14 +54,20 @@ class Marks:
     def mark(self, node: NumberNode, text: Callable[[Any], str]) -> str:
         """What stands for the text of a number."""
         self._pieces.append(NumberInText(node, text))
-        return f"{BEGIN}{chr(_FIRST + len(self._pieces) - 1)}{_END}"
+        high, low = divmod(len(self._pieces) - 1, len(_LETTERS))
+        return f"{_BEGIN}{chr(_LETTERS[low]) * (high + 1)}{_END}"
 
-    def parts(self, text: str) -> Parts:
-        """The parts of a text that may have marks."""
-        first, *others = text.split(BEGIN)
-        found: list[str | NumberInText] = [first]
-        for other in others:
-            found += [self._pieces[ord(other[0]) - _FIRST], other[2:]]
+    def parts(self, text: str) -> Parts | None:
+        """The parts of a text that has marks; None if it has none."""
+        if _BEGIN not in text:
+            return None
+        between = _MARK.split(text)
+        found: list[str | NumberInText] = [between[0]]
+        for letters, other in zip(between[1::2], between[2::2], strict=True):
+            number = (len(letters) - 1) * len(_LETTERS) + _LETTERS.index(ord(letters[0]))
+            known = number < len(self._pieces)
+            found.append(self._pieces[number] if known else f"{_BEGIN}{letters}{_END}")
+            found.append(other)
         return Parts(found)
 
 

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xla_dtensor.base import assertions, executor, thread_state
 from xla_dtensor.base.jax_private import convert_element_type
+from xla_dtensor.base.numbers.printed import marked
 from xla_dtensor.base.numbers.valueless_number import valueless_number
 from xla_dtensor.base.numbers.wide_scalars import WideScalars
 from xla_dtensor.base.random import rng
@@ -386,6 +387,12 @@ class StepTrace(TracingProgram):
             self.refuse(executor.ITEM)
         self.touched(tensor)
         return self.items.of(tensor)
+
+    def printed_text(self, tensor: Any, frame: Any, spec: str) -> str | None:
+        if self.loop_begins or self.differentiating or not self.items.is_number(tensor):
+            return None
+        number = self.items.of(tensor.detach())
+        return marked(frame, number.node, lambda value: format(value, spec))
 
     def can_fetch(self, tensor: Any) -> bool:
         return self._recipe(tensor) is not None

@@ -77,7 +77,7 @@ class Effect:
         return {self.place.label(key) for key in self.before}
 
     def appends(self) -> bool:
-        """Whether a list or a deque from outside has got more elements at its end, and no others."""
+        """Whether a list or a deque from outside has more elements at its end, and no others."""
         place = self.place
         if type(place) is not Elements or type(place.owner) not in (list, deque):
             return False
