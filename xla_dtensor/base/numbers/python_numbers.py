@@ -151,6 +151,11 @@ def is_pending(value: Any) -> bool:
     return isinstance(value, torch.SymFloat | torch.SymInt) and isinstance(value.node, PendingNode)
 
 
+def is_symbolic(value: Any) -> bool:
+    """Whether it is one or the other: Python can compute with it."""
+    return is_number(value) or is_pending(value)
+
+
 def is_pythons(value: Any) -> bool:
     """Whether it is a number that the user's Python has been given. (Optimizers' formulas have
     plain symbolic numbers, with which torch computes on the devices.)"""
@@ -172,7 +177,7 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
         DataDependentError: it decides by a number that isn't known yet.
     """
     waiting = list(map(is_pending, operands))
-    values = [x.node.value if is_number(x) or is_pending(x) else x for x in operands]
+    values = [x.node.value if is_symbolic(x) else x for x in operands]
     nodes = [
         x.node if waits or (is_number(x) and not x.node.over) else None
         for x, waits in zip(operands, waiting, strict=True)
@@ -220,7 +225,7 @@ def _from_inputs(
 def _operand(value: Any) -> Any:
     """A number that can be computed with; NotImplemented for anything else."""
     cls = type(value)
-    if cls is int or cls is float or cls is bool or is_number(value) or is_pending(value):
+    if cls is int or cls is float or cls is bool or is_symbolic(value):
         return value
     if cls in NUMPY_NUMBERS:
         return value
@@ -313,14 +318,14 @@ def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
 
 def _itself(value: Any) -> Any:
     """The present value of a symbolic number, on which the program depends then."""
-    if not (is_number(value) or is_pending(value)):
+    if not is_symbolic(value):
         return value
     value.node.guard(value.node, "==", value.node.value)
     return value.node.value
 
 
 def _boxed(value: Any) -> Any:
-    if not (is_number(value) or is_pending(value)):
+    if not is_symbolic(value):
         return value
     box = np.empty((), object)
     box[()] = value
@@ -358,7 +363,7 @@ def present_value(value: Any) -> Any:
 
 def as_float(value: Any = 0.0) -> Any:
     """Python's ``float``, which of a symbolic number is one."""
-    if not (is_number(value) or is_pending(value)):
+    if not is_symbolic(value):
         return float(value)
     number = like_a_number(value)
     return number if number.node.is_float() else computed(float, "float({})", number)

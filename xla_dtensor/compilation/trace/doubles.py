@@ -29,8 +29,8 @@ from xla_dtensor.base.numbers.python_numbers import (
     as_float,
     computed,
     is_number,
-    is_pending,
     is_pythons,
+    is_symbolic,
     present_value,
 )
 from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
@@ -228,7 +228,7 @@ class StandIns:
 
 def plain(number: Any) -> Any:
     """A symbolic number as torch's operations take it."""
-    if not (is_number(number) or is_pending(number)):
+    if not is_symbolic(number):
         return number
     return torch.SymInt(number.node) if number.node.is_int() else torch.SymFloat(number.node)
 

@@ -11,12 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from xla_dtensor.base.numbers.printed import only_printed
-from xla_dtensor.base.numbers.python_numbers import (
-    is_number,
-    is_pending,
-    is_pythons,
-    like_a_number,
-)
+from xla_dtensor.base.numbers.python_numbers import is_pythons, is_symbolic, like_a_number
 from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
 from xla_dtensor.compilation.trace.doubles import (
     MAKERS,
@@ -106,7 +101,7 @@ class HostReads(TorchFunctionMode):
             return call_with_numbers(self, self._operations.stand_ins, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         # As a number that passes for a float where code asks for its type.
-        is_item = func is torch.Tensor.item and (is_number(result) or is_pending(result))
+        is_item = func is torch.Tensor.item and is_symbolic(result)
         return like_a_number(result) if is_item else result
 
     def _of_host(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,10 @@ class TracedItems:
     def may_raise(self, node: PendingNode) -> None:
         self.to_check.append(node)
 
+    def forget(self) -> None:
+        """Keep alive nothing of the trace."""
+        self.arrays, self.to_check, self.printed = [], [], []
+
     @staticmethod
     def is_number(tensor: Any) -> bool:
         """Whether the item of a tensor is a float or an int, one for all devices. (A bool decides

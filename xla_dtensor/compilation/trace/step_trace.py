@@ -559,6 +559,7 @@ class StepTrace(TracingProgram):
         ):
             kept.clear()
         self.numbers.forget()
+        self.items.forget()
         self.captured, self.reads, self._latest = [], [], None
         self._wide = WideScalars()
 
