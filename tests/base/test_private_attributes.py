@@ -340,6 +340,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
         at.type_of_scripted(at.scripted_module(torch.jit.script(nn.ReLU())))
     ).get_attributes(),
     "set_scripted_as": lambda: scripted_as() == 2,
+    "step_hooks_of": lambda: at.step_hooks_of(torch.optim.SGD([torch.ones(1)])) == [],
     "notes_of_scaler": lambda: at.notes_of_scaler(torch.amp.GradScaler("cpu")) == {},
     "set_notes_of_scaler": lambda: at.notes_of_scaler(scaler()) == {},
     "batches_yielded": lambda: at.batches_yielded(after_one_batch()) == 1,

@@ -325,6 +325,12 @@ def _beside_an_int(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 UNPRINTED: dict[str, Body] = {
+    "padded": lambda own, loss, y: print(f"{loss.item()}".rjust(20)),
+    "padded_by_a_format": lambda own, loss, y: print(f"{loss.item()!r:>20}"),
+    "padded_by_percent": lambda own, loss, y: print("%20s" % loss.item()),  # noqa: UP031
+    "cut": lambda own, loss, y: print(f"{loss.item()}"[:3]),
+    "in_a_list": lambda own, loss, y: print([f"{loss.item()}"]),
+    "as_a_width": lambda own, loss, y: print(f"{1:>{y.argmax().item()}}"),
     "by_percent": lambda own, loss, y: print("%.3f" % loss.item()),  # noqa: UP031
     "elsewhere": lambda own, loss, y: print(f"{loss.item()}", file=io.StringIO()),
     "kept": lambda own, loss, y: own.losses.append(f"{loss.item()}"),
@@ -390,6 +396,11 @@ def _by_another_name(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     own.losses.extend([loss.item() / 2, "end"])
 
 
+def _named_in_a_result(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.losses.append(loss.item())
+    return {"losses": loss.item()}
+
+
 LISTS: dict[str, tuple[Body, int]] = {
     "losses": (_losses, 1),
     "of_a_table": (_of_a_table, 1),
@@ -397,6 +408,7 @@ LISTS: dict[str, tuple[Body, int]] = {
     "made_on_demand": (_made_on_demand, 2),
     "recent": (_recent, 1),
     "by_another_name": (_by_another_name, 1),
+    "named_in_a_result": (_named_in_a_result, 1),
 }
 
 
@@ -469,7 +481,29 @@ def _of_a_slot(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     return sum(map(len, own.table.values()))
 
 
+def _matched(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.losses.append(2)
+    match own:
+        case State(losses=found):
+            return len(found)
+
+
+def _formatted(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.losses.append(2)
+    return len("{0.losses}".format(own))  # noqa: UP030, UP032
+
+
+def _saved(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
+    own.losses.append(2)
+    buffer = io.BytesIO()
+    torch.save(own.losses, buffer)
+    return len(buffer.getvalue()) > 0
+
+
 LOOKED_AT: dict[str, Body] = {
+    "matched": _matched,
+    "formatted": _formatted,
+    "saved": _saved,
     "length": lambda own, loss, y: (own.losses.append(1), len(own.losses))[1],
     "last": lambda own, loss, y: (own.losses.append(1), own.losses[-1])[1],
     "alias": _alias,
@@ -591,8 +625,9 @@ def test_records_that_are_shown_as_a_whole() -> None:
         assert found.item() == count
 
 
-def test_a_full_deque_of_one_object_is_refused() -> None:
-    kept = deque([None, None], maxlen=2)
+@pytest.mark.parametrize("full", [[None, None], [None], [1, None]])
+def test_a_full_deque_of_constants_is_refused(full: list[Any]) -> None:
+    kept = deque(full, maxlen=len(full))
 
     @xd.compile
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -661,6 +696,76 @@ def test_random_programs(seed: int) -> None:
         close(plain(step(x)), plain(expected(on_cpu)))
         close(plain(other), plain(one))
     assert step.traces <= 2
+
+
+def test_objects_beside_a_number_are_shown_as_they_are(capsys: pytest.CaptureFixture) -> None:
+    table = {"k": [1]}
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        print(table, x.sum().item(), ["\u2e28", "\ufdd0"])
+        table["k"][0] += 1
+
+    for k in (1, 2, 3):
+        step(torch.ones(2, device="xla"))
+        assert capsys.readouterr().out.startswith(f"{{'k': [{k}]}} 2.0 [")
+
+
+def test_a_refusal_that_is_caught_stays_one() -> None:
+    @xd.compile
+    def step(x: torch.Tensor) -> int:
+        try:
+            return 1 if x.sum() > 2 else 2
+        except Exception:
+            return 3
+
+    with pytest.raises(xd.DataDependentError, match="while the step is compiled"):
+        step(torch.ones(2, device="xla"))
+
+
+def test_types_of_items_matter() -> None:
+    own = State()
+
+    @xd.compile
+    def step(x: torch.Tensor) -> None:
+        if type(x.sum().item()) is float:
+            own.count += 1
+
+    with pytest.raises(xd.DataDependentError, match=r"type\(\) of numbers"):
+        step(torch.ones(2, device="xla"))
+
+
+WIDE: dict[str, tuple[Body, type[Exception]]] = {
+    "wraps": (lambda own, n, y: y * (n.item() * 4 / 8.0), OverflowError),
+    "wraps_in_a_square": (lambda own, n, y: y * (n.item() * n.item() * 1e-9), OverflowError),
+    "constant": (lambda own, n, y: y * ((n.item() + 10**20) / 1e20), xd.DataDependentError),
+    "complex": (lambda own, n, y: y * ((-n.item()) ** 0.5), TypeError),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_numbers_that_devices_do_not_have(name: str) -> None:
+    body, error = WIDE[name]
+    step = xd.compile(lambda n, y: body(State(), n, y))
+    with pytest.raises(error):
+        step(torch.tensor(2**62, device="xla"), torch.ones(2, device="xla"))
+
+
+def test_what_a_put_off_scheduler_has_is_not_read() -> None:
+    parameter = nn.Parameter(torch.ones(2, device="xla"))
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    @xd.compile
+    def step() -> float:
+        loss = parameter.square().sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.detach())
+        return scheduler.best
+
+    with pytest.raises(xd.DataDependentError, match="reads best"):
+        step()
 
 
 def test_a_number_in_an_unknown_place_is_refused() -> None:

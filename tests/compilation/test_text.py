@@ -307,7 +307,7 @@ def test_a_number_that_is_printed_is_that_of_the_call(capsys: pytest.CaptureFixt
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = x.sum()
         printed_from_a_variable(loss)
-        print(f"{loss:.3f}", {"loss": f"{loss}"}, [f"{loss}"], sep=f"; {loss}; ")
+        print(f"{loss:.3f}", ", ".join([f"{loss}", "more"]), sep=f"; {loss}; ")
         return loss
 
     texts = []

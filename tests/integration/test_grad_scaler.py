@@ -116,8 +116,14 @@ class _Counting(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-0.1 / state["step"])
 
 
+def _with_a_hook(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 REFUSED: dict[str, tuple[Optimizers, str]] = {
-    "counts_in_python": (_Counting, r"changes state\['step'\], which is on no device"),
+    "of_ones_own": (_Counting, "isn't one of torch's"),
+    "with_hooks": (lambda ps: _with_a_hook(torch.optim.SGD(ps, 0.1)), "there are hooks"),
     "dampens": (lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, dampening=0.5), "makes state"),
 }
 
@@ -131,6 +137,49 @@ def test_what_cannot_be_undone_is_refused(name: str) -> None:
         xd.compile(step)(batches(())[0].to("xla"))
     for parameter, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach().cpu(), old, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_scaler_that_is_switched_off(compiles: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2, device="xla"))
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    scaler = torch.amp.GradScaler("xla", enabled=False)
+
+    def step() -> None:
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    (xd.compile(step) if compiles else step)()
+    assert parameter.tolist() == [0.5, 0.5]
+    torch.amp.GradScaler("cpu", enabled=False).update()
+
+
+def test_factors_that_are_set_between_calls() -> None:
+    scalers = {device: torch.amp.GradScaler(device, init_scale=2.0) for device in ("cpu", "xla")}
+
+    def training(device: str) -> Callable[[torch.Tensor], float]:
+        parameter = nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.SGD([parameter], 0.5)
+        scaler = scalers[device]
+
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            scaler.scale((parameter * x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale()
+
+        return step
+
+    step, expected = xd.compile(training("xla")), training("cpu")
+    x = torch.ones(2)
+    for change in ("growth_interval", "growth_factor", "backoff_factor", None):
+        assert step(x.to("xla")) == expected(x)
+        value = {"growth_interval": 1, "growth_factor": 3.0, "backoff_factor": 0.25}.get(change)
+        for scaler in scalers.values() if change else ():
+            getattr(scaler, f"set_{change}")(value)
+        x = x if change != "backoff_factor" else x / 0
 
 
 def test_a_scaler_that_has_begun_outside() -> None:

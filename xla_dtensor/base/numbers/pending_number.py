@@ -160,10 +160,14 @@ def pending(
         raise TypeError(f"{text} is a {type(like).__name__}, which can't be left to the program")
 
     def on_devices(node: NumberNode) -> Any:
+        assert isinstance(node, PendingNode)
+        if any(n is None and isinstance(v, int) and not -(2**63) <= v < 2**63 for v, n in pairs):
+            trace.refuse(f"an operation with {text}, an int of more than 64 bits,")
         operands = [v if n is None else n.traced for v, n in pairs]
         if function in _OPERATORS:
+            if node.is_int():  # they wrap where Python has more digits
+                trace.may_raise(node)
             return function(*operands)
-        assert isinstance(node, PendingNode)
         if function in _MAY_RAISE and node.is_float():
             trace.may_raise(node)
             return function(*operands)

@@ -128,19 +128,38 @@ class PrintedNumbers:
                 "a text for people by a function that has put another number into one by % and "
                 "its like (use an f-string), in which there is"
             )
-        node.trace.show(show, parts)
+        node.trace.show(show, list(map(_as_it_is, parts)))
 
     def _parts(self, value: Any) -> Any:
         """The parts of a text that has marks, or of a number that isn't known yet; anything else
         as people are shown it."""
-        text = str(value) if type(value) in (dict, list, tuple, set) else value
-        parts = self.marks[-1].parts(text) if isinstance(text, str) else None
+        parts = self.marks[-1].parts(value) if isinstance(value, str) else None
         if parts is not None:
             return parts
         symbolic = isinstance(value, torch.SymFloat | torch.SymInt)
         if symbolic and isinstance(value.node, NumberNode):
             return Parts([NumberInText(value.node, None)])
         return self._plain(value)
+
+
+class _Shown:
+    """What people are shown of an object: its text of the moment."""
+
+    def __init__(self, value: Any) -> None:
+        self._texts = str(value), repr(value)
+
+    def __str__(self) -> str:
+        return self._texts[0]
+
+    def __repr__(self) -> str:
+        return self._texts[1]
+
+
+def _as_it_is(value: Any) -> Any:
+    """What is printed later of a value that may be another one by then."""
+    constant = value is None or isinstance(value, Parts)
+    constant = constant or type(value) in (bool, int, float, complex, str, bytes)
+    return value if constant else _Shown(value)
 
 
 _TIMES = (time.time, time.perf_counter, time.monotonic, time.process_time, time.strftime)
@@ -177,11 +196,13 @@ def _goes_to_the_user(file: Any = None) -> bool:
 
 def marked(frame: FrameType | None, node: NumberNode, text: Callable[[Any], str]) -> str | None:
     """What stands for the text of a number that is made in ``frame`` and only printed by `print`
-    and loggers as they are now; None if it goes anywhere else."""
+    and loggers as they are now, as it is or as a part of a text; None if it goes anywhere else."""
     if frame is None or not PrintedNumbers._streams:
         return None
-    by_us = _all(lambda use, frame: _prints(use, frame, by_us=True), uses_at(frame), frame)
-    return PrintedNumbers.marks[-1].mark(node, text) if by_us else None
+    prints = lambda use, frame: use.whole and _prints(use, frame, by_us=True)
+    if not _all(prints, uses_at(frame), frame):
+        return None
+    return PrintedNumbers.marks[-1].mark(node, text)
 
 
 def only_printed(frame: FrameType | None) -> bool:

@@ -312,6 +312,8 @@ def _of_numpy(function: Any) -> Callable[[Any], float]:
 def _array_ufunc(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
     """NumPy, which takes it for a float, is given an object that it computes with by operators.
     Together with an array that would be an array of objects, so there it is the number itself."""
+    for number in filter(is_pending, inputs):
+        number.node.needed(f"numpy.{ufunc.__name__} of")
     has_array = any(isinstance(x, np.ndarray) and x.dtype != object for x in inputs)
     return getattr(ufunc, method)(*map(_itself if has_array else _boxed, inputs), **kwargs)
 

@@ -12,6 +12,7 @@ import ast
 import dis
 import functools
 import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -35,10 +36,13 @@ class Use:
         node: a call that is given it; the statement that raises or returns it (the ``lambda``), or
             drops it.
         variables: the variables in which it is kept until then.
+        whole: whether it is there character for character, in one that it is a part of: neither
+            cut nor padded, nor in a list whose `repr` is shown.
     """
 
     node: ast.AST
     variables: tuple[str, ...] = ()
+    whole: bool = False
 
 
 _Path = tuple[ast.AST, ...]
@@ -108,8 +112,20 @@ def _span(node: Any) -> tuple[int | None, ...]:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _uses_of(path: _Path, code: CodeType, variables: tuple[str, ...]) -> tuple[Use, ...] | None:
-    """Where the text goes that the last node of ``path`` makes."""
+def _uses_of(
+    path: _Path,
+    code: CodeType,
+    variables: tuple[str, ...],
+    whole: bool | None = None,
+    held: bool = False,
+) -> tuple[Use, ...] | None:
+    """Where the text goes that the last node of ``path`` makes.
+
+    Args:
+        whole: whether it is whole so far; None: it is what the node makes of a number.
+        held: whether it is in a list, a tuple or a generator.
+    """
+    whole = _makes_it_whole(path[-1]) if whole is None else whole
     statement = next(i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt))
     raising = path[statement]
     if isinstance(raising, ast.Assert) and path[statement + 1] is not raising.msg:
@@ -118,17 +134,67 @@ def _uses_of(path: _Path, code: CodeType, variables: tuple[str, ...]) -> tuple[U
         return (Use(raising, variables),) if _is_in(raising, code) else None
     for outer, inner in zip(reversed(path[:-1]), reversed(path[1:]), strict=True):
         if isinstance(outer, ast.Expr | ast.Return):
-            return (Use(outer, variables),)
+            return (Use(outer, variables, whole and not held),)
         if isinstance(outer, ast.Lambda):
             return (Use(outer, variables),) if inner is outer.body else None
         if isinstance(outer, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            return _uses_of_variable(outer, path, code, variables)
+            return _uses_of_variable(outer, path, code, variables, whole, held)
         if _passes_text_on(outer, inner):
+            joins = isinstance(outer, ast.Call) and _is_method_of_text(outer.func, "join")
+            taken_out = joins or isinstance(outer, ast.Starred)
+            held = isinstance(outer, _HOLDS) or (held and not taken_out)
+            whole = whole and _leaves_it_whole(outer, inner)
             continue
         if not isinstance(outer, ast.Call) or inner is outer.func or not _is_in(outer, code):
             return None
-        return (Use(outer, variables),)
+        return (Use(outer, variables, whole and not held),)
     return None
+
+
+_HOLDS = (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)
+
+
+def _makes_it_whole(node: ast.AST) -> bool:
+    """Whether what makes the text of a number has that in it as the number's own methods give it.
+    (Of an f-string the whole is known, and not which of its numbers it is.)"""
+    if isinstance(node, ast.BinOp):
+        return _is_plain_template(node.left)
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name):
+            return node.func.id != "ascii"
+        return isinstance(node.func, ast.Attribute) and _is_plain_template(node.func.value)
+    formatted = (each for each in ast.walk(node) if isinstance(each, ast.FormattedValue))
+    return not any(
+        each.format_spec is not None and (each.conversion != -1 or _has_values(each.format_spec))
+        for each in formatted
+    )
+
+
+def _has_values(spec: ast.AST) -> bool:
+    return any(isinstance(each, ast.FormattedValue) for each in ast.walk(spec))
+
+
+# ``%8s``, ``{!r:>8}``, ``{:>{}}``: what is made of a text, or by a number.
+_OF_WIDTH = re.compile(r"%[^%a-zA-Z]+[sra]|![rsa]:|\{[^{}]*\{(?!\{)")
+
+
+def _is_plain_template(node: ast.AST) -> bool:
+    text = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(text, str) and _OF_WIDTH.search(text) is None
+
+
+def _leaves_it_whole(outer: Any, inner: ast.AST) -> bool:
+    """Whether a text is whole still in what passes it on."""
+    if isinstance(outer, ast.FormattedValue):
+        return inner is outer.value and outer.format_spec is None and outer.conversion == -1
+    if isinstance(outer, ast.BinOp):
+        return isinstance(outer.op, ast.Add) or _is_plain_template(outer.left)
+    if isinstance(outer, ast.Call):
+        if _is_method_of_text(outer.func, "join"):
+            return True
+        template: Any = getattr(outer.func, "value", None)
+        return _is_plain_template(template) and ":" not in template.value
+    return not isinstance(outer, ast.Attribute | ast.Subscript | ast.Dict)
 
 
 def _is_in(node: ast.AST, code: CodeType) -> bool:
@@ -139,7 +205,12 @@ def _is_in(node: ast.AST, code: CodeType) -> bool:
 
 
 def _uses_of_variable(
-    statement: Any, path: _Path, code: CodeType, variables: tuple[str, ...]
+    statement: Any,
+    path: _Path,
+    code: CodeType,
+    variables: tuple[str, ...],
+    whole: bool,
+    held: bool,
 ) -> tuple[Use, ...] | None:
     """Where a variable goes that is assigned, in all of its function."""
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -158,7 +229,7 @@ def _uses_of_variable(
     for read in _reads(path[function], name, path[:function]):
         if isinstance(read, ast.AST):
             return None
-        uses = _uses_of(read, code, (*variables, name))
+        uses = _uses_of(read, code, (*variables, name), whole, held)
         if uses is None:
             return None
         found += uses

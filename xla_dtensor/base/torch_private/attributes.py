@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from torch._C import FunctionSchema
@@ -88,6 +89,13 @@ def global_forward_hooks() -> list[Callable[..., Any]]:
     """What is called before and after the ``forward`` of all modules."""
     hooks = nn.modules.module
     return [*hooks._global_forward_pre_hooks.values(), *hooks._global_forward_hooks.values()]
+
+
+def step_hooks_of(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The functions that run around an optimizer's steps: its own, and those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables = (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return [hook for table in tables for hook in table.values()]
 
 
 def names_that_ddp_ignores(module: nn.Module) -> set[str]:

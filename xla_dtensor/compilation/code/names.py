@@ -112,8 +112,8 @@ class Names:
 
 
 # What gives an object's attributes without naming them; the list of a bound method.
-_WHOLE = frozenset({"deepcopy", "dump", "dumps", "Pickler", "fields", "asdict", "astuple"})
-_WHOLE |= {"__self__"}
+_WHOLE = frozenset({"deepcopy", "dump", "dumps", "Pickler", "save", "replace"})
+_WHOLE |= {"fields", "asdict", "astuple", "__self__", "cell_contents", "__match_args__"}
 APPENDS, APPENDS_INSIDE, OTHERWISE = "x.append", "x[key].append", "otherwise"
 
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
@@ -193,19 +193,30 @@ def names_of(code: types.CodeType) -> Names:
             names.stored |= {known} if known is not None else set()
         names.others_globals |= name in _OTHERS_GLOBALS
         names.environment |= name in ENVIRONMENT
+    # Whether a text in it may be an attribute's name: ``getattr(x, "scale")``, ``case X(scale=s)``.
+    names_attributes = any(
+        i.opname == "MATCH_CLASS" or (i.opname.startswith("LOAD_") and i.argval in MADE_UP)
+        for i in instructions
+    )
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names.update(names_of(constant))
         elif isinstance(constant, str):
             if constant.isidentifier():
                 names.attributes.add(constant)
-                names.uses.add((constant, OTHERWISE))
+                if names_attributes:
+                    names.uses.add((constant, OTHERWISE))
             elif "%" in constant:  # "%s" % x
                 names.attributes.update(_TEXT)
-            names.attributes.update(formatted(constant))
+            in_format = formatted(constant)
+            names.attributes |= in_format
+            names.uses.update((name, OTHERWISE) for name in in_format)
             names.any_attribute |= _CUT_FIELD.search(constant) is not None
         elif isinstance(constant, tuple):  # keyword names, `in ("a", "b")`
-            names.attributes |= {c for c in constant if isinstance(c, str) and c.isidentifier()}
+            listed = {c for c in constant if isinstance(c, str) and c.isidentifier()}
+            names.attributes |= listed
+            if names_attributes:
+                names.uses.update((name, OTHERWISE) for name in listed)
     return names
 
 

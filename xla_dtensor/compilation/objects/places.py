@@ -282,6 +282,9 @@ class Elements(Contents):
         return self.owner if self.carried else None
 
 
+_SHARED = (bool, int, str, bytes, tuple, type(None))
+
+
 class Appended(Elements):
     """A list or a deque to which the step's code appends, and with which it does nothing else: what
     is there already isn't compared, and its changes are what it appends."""
@@ -293,17 +296,18 @@ class Appended(Elements):
 
     def added(self, before: dict[Any, Any]) -> dict[Any, Any] | None:
         """What has been appended since it held ``before``, by number; None if that can't be told:
-        a full deque has dropped as many of its first ones, and some are one object."""
+        a full deque has dropped as many of its first ones, and they may be the same objects."""
         old, now = list(before.values()), list(self.content().values())
         length = getattr(self.owner, "maxlen", None)
         if length is None or len(now) < length:
             return dict(enumerate(now[len(old) :]))
-        if len(set(map(id, old))) < len(old):
+        counts = range(min(len(old), length), -1, -1)
+        kept = next(n for n in counts if all(map(operator.is_, now[:n], old[len(old) - n :])))
+        # Constants of the code may be appended again and again; what is computed is a new object.
+        several = len(set(map(id, old))) < len(old)
+        if several or (kept and all(type(value) in _SHARED for value in now[:kept])):
             return None
-        for kept in range(min(len(old), length), -1, -1):
-            if all(map(operator.is_, now[:kept], old[len(old) - kept :])):
-                return dict(enumerate(now[kept:]))
-        raise AssertionError("none is kept")
+        return dict(enumerate(now[kept:]))
 
 
 class Items(Contents):

@@ -17,6 +17,7 @@ from xla_dtensor.compilation.call.run import Outputs, Run
 from xla_dtensor.compilation.program.guards import Guards
 from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
+from xla_dtensor.compilation.trace.numbers import fits
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage, put
 from xla_dtensor.tensors.base import set_grad_of, set_grad_of_tensor
@@ -206,7 +207,11 @@ def _print(show: Callable[..., Any], values: list[Any], run: Run) -> None:
 
 
 def _compute(number: Recipe, run: Run) -> None:
-    number.make(run)
+    value = number.make(run)
+    if isinstance(value, int) and not fits(value):
+        raise OverflowError(f"{number!r}: {value} has more than the 64 bits that the devices have")
+    if isinstance(value, complex):
+        raise TypeError(f"{number!r}: {value} is complex, and a float on the devices")
 
 
 def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:

@@ -106,6 +106,7 @@ class Traced:
         reached, names = watch.reached, watch.names
         self.trace = trace = StepTrace(start.leaves)
         trace.positions = positions
+        trace.items.types_matter = names.asks_types
         given = {id(t._storage_) for t in filter(is_ours, arguments.tensors)}
         trace.not_fetched |= given - storages_found(watch)
         self.schedulers = DeferredSchedulers()
@@ -172,6 +173,8 @@ class Traced:
                 if self.trace.refused is not None and "TorchScript" in str(error):
                     raise self.trace.refused from error
                 raise
+        if self.trace.refused is not None:  # and the step's Python goes on, as if it had failed
+            raise self.trace.refused
         if arguments.is_spoilt():
             raise DataDependentError(
                 "the step writes to an array that it was given as an argument, or changes an "

@@ -435,6 +435,7 @@ class CompiledStep(BaseStep):
         try:
             result = program.finish(run)
         except BaseException:  # a scheduler's step: the program has done what it had to
+            self._count(program.executable.is_new, why)
             self._keep(program, call, family)
             raise
         family.last = dict(arguments.numbers)

@@ -28,6 +28,7 @@ class TracedItems:
         refuse: raises: something can't be done, and the way out.
 
     Attributes:
+        types_matter: whether the step's code may find that such a number is no ``float``.
         arrays: by number the value of the tensor when its item was asked for, and its form.
         to_check: numbers that a tensor has met, and that Python may raise for (``1 / loss.item()``)
             where the devices don't: each call computes them on the host as well.
@@ -36,6 +37,7 @@ class TracedItems:
 
     def __init__(self, refuse: Callable[[str, str], NoReturn]) -> None:
         self._refuse = refuse
+        self.types_matter = False
         self.arrays: list[tuple[Any, Form]] = []
         self.to_check: list[PendingNode] = []
         self.printed: list[tuple[Callable[..., Any], list[Any]]] = []

@@ -13,8 +13,8 @@ from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.errors import DataDependentError
 
-# What a scheduler's step changes.
-_SCHEDULE = ("_last_lr", "last_epoch", "_step_count")
+# What a scheduler has and its step doesn't change.
+_NO_SCHEDULE = ("optimizer", "base_lrs", "verbose", "__dict__")
 
 
 class DeferredSchedulers:
@@ -43,32 +43,27 @@ class DeferredSchedulers:
                 if own is not None:
                     self._patched.append((cls, name, own))
                     setattr(cls, name, patched(own))
-        for name in _SCHEDULE:
-            setattr(lr_scheduler.LRScheduler, name, self._watched(name))
+        lr_scheduler.LRScheduler.__getattribute__ = self._get
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for cls, name, own in self._patched:
             setattr(cls, name, own)
-        for name in _SCHEDULE:
-            delattr(lr_scheduler.LRScheduler, name)
+        del lr_scheduler.LRScheduler.__getattribute__
 
-    def _watched(self, name: str) -> property:
-        """An attribute of schedulers, which stays where it is: in the object's ``__dict__``."""
+    @property
+    def _get(self) -> Any:
+        """How schedulers' attributes are read: what is in the object may be what its step changes,
+        which has been put off."""
 
-        def get(scheduler: Any) -> Any:
-            self._check(scheduler, name)
-            try:
-                return scheduler.__dict__[name]
-            except KeyError:
-                raise AttributeError(
-                    f"{type(scheduler).__name__!r} object has no attribute {name!r}"
-                ) from None
+        def get(scheduler: Any, name: str) -> Any:
+            value = object.__getattribute__(scheduler, name)
+            own = object.__getattribute__(scheduler, "__dict__") if self.calls else ()
+            if name in own and name not in _NO_SCHEDULE:
+                self._check(scheduler, name)
+            return value
 
-        def put(scheduler: Any, value: Any) -> None:
-            scheduler.__dict__[name] = value
-
-        return property(get, put, lambda scheduler: scheduler.__dict__.pop(name))
+        return get
 
     def _reading(self, state_dict: Any) -> Any:
         def checked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +131,7 @@ def _step_as_now(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 def set_by(scheduler: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """The entries of param groups that a scheduler's step sets."""
     optimizer = getattr(scheduler, "optimizer", None)
-    keys = ["lr"] + ["momentum", "betas"] * bool(getattr(scheduler, "cycle_momentum", False))
+    keys = ["lr"] + ["momentum", "betas"] * bool(vars(scheduler).get("cycle_momentum"))
     for group in getattr(optimizer, "param_groups", ()):
         yield from ((group, key) for key in keys if key in group)
 

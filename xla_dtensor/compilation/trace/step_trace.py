@@ -385,6 +385,10 @@ class StepTrace(TracingProgram):
         in_part = self.loop_begins or self.differentiating  # of a loop's body, of a backward pass
         if in_part or not self.items.is_number(tensor):
             self.refuse(executor.ITEM)
+        if self.items.types_matter:
+            self.refuse(
+                ".item() in a step whose code asks for the type() of numbers (isinstance is fine)"
+            )
         self.touched(tensor)
         return self.items.of(tensor)
 

@@ -257,8 +257,9 @@ class PlacesBefore:
         added = place.added(before)
         if added is None:
             raise DataDependentError(
-                f"the step appends to {place.path}, a full deque in which one object is several "
-                "times: it can't be told what it has appended; append outside of the step"
+                f"the step appends to {place.path}, a full deque of ints, strings and the like (or "
+                "of one object several times): it can't be told what it has appended; append "
+                "outside of the step"
             )
         return [Effect(place, {}, added)] if added else []
 

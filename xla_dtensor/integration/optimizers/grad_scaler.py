@@ -15,7 +15,11 @@ import torch
 from xla_dtensor.base import executor, torch_private
 from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import pytree
-from xla_dtensor.base.torch_private.attributes import notes_of_scaler, set_notes_of_scaler
+from xla_dtensor.base.torch_private.attributes import (
+    notes_of_scaler,
+    set_notes_of_scaler,
+    step_hooks_of,
+)
 from xla_dtensor.errors import UnsupportedOpError
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -35,11 +39,22 @@ def _begin(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _update(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What it has noted since the last update is forgotten: it puts another dict there, where each
     call of a compiled step is to find the same."""
-    notes = notes_of_scaler(args[0])
+    scaler = args[0]
+    if executor.trace() is None or not scaler.is_enabled():
+        original(*args, **kwargs)
+        return
+    executor.current().depends_on(
+        lambda: (
+            *(scaler.get_growth_factor(), scaler.get_backoff_factor()),
+            scaler.get_growth_interval(),
+        ),
+        "the factors of a GradScaler",
+        lambda found, left: False,
+    )
+    notes = notes_of_scaler(scaler)
     original(*args, **kwargs)
-    if executor.trace() is not None:
-        notes.clear()
-        set_notes_of_scaler(args[0], notes)
+    notes.clear()
+    set_notes_of_scaler(scaler, notes)
 
 
 def _maybe_step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,6 +62,7 @@ def _maybe_step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     found = list(state["found_inf_per_device"].values())
     if executor.trace() is None or not all(map(is_ours, found)):
         return original(*args, **kwargs)
+    _check(optimizer, more)
     overflows = sum(found) != 0
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = [(p, p.detach().clone()) for p in parameters if p.grad is not None]
@@ -58,6 +74,22 @@ def _maybe_step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         for where, value in _state(optimizer):
             _undo(optimizer, overflows, where, before.get(where), value)
     return result
+
+
+def _check(optimizer: Any, closure: list[Any]) -> None:
+    """Refuse a step that may do more than write parameters and state, as that isn't undone."""
+    name, why = type(optimizer).__name__, ""
+    if closure:
+        why = "with a closure, which would run in any case"
+    elif not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        why = f"of {name}, which isn't one of torch's and may do more than write its state"
+    elif step_hooks_of(optimizer):
+        why = f"of {name}, around whose steps there are hooks, which would run in any case"
+    if why:
+        raise UnsupportedOpError(
+            f"GradScaler.step() in a compiled step {why}: whether the optimizer steps is known on "
+            "the devices alone; call scaler.step() and scaler.update() outside of the compiled step"
+        )
 
 
 def _state(optimizer: Any) -> Iterator[tuple[tuple[int, str], Any]]:
