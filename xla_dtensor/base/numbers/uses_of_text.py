@@ -282,11 +282,14 @@ def _use_by_instructions(code: CodeType, instruction: int) -> Use | None:
     made = max(i for i, one in enumerate(instructions) if one.offset <= instruction)
     place = instructions[made].positions
     names = [one.opname for one in instructions]
+    # A number in an f-string, by its own format: not one with a conversion and a width.
+    converts_too = names[made] == "FORMAT_VALUE" and all(instructions[made].argval)
+    whole = names[made].startswith("FORMAT_") and not converts_too
     if "LOAD_ASSERTION_ERROR" in names[:made]:  # whose places are those of what is asserted
         asserted = made - 1 - names[:made][::-1].index("LOAD_ASSERTION_ERROR")
         if "RAISE_VARARGS" not in names[asserted:made]:
             return Use(ast.Raise())
-    for one in instructions[made + 1 :]:
+    for i, one in enumerate(instructions[made + 1 :], made + 1):
         if not _is_around(one.positions, place):
             continue
         if one.opname in ("KW_NAMES", "LOAD_CONST"):
@@ -295,16 +298,34 @@ def _use_by_instructions(code: CodeType, instruction: int) -> Use | None:
                 return None
             continue
         if one.opname in _CALLS:
-            return _call_by_instructions(instructions[:made], one.positions)
+            return _call_by_instructions(instructions[:made], one.positions, whole)
         if one.opname == "RAISE_VARARGS":
             return Use(ast.Raise())
         adds = one.opname == "BINARY_OP" and one.argrepr == "+"
         if one.opname not in _MAKE_PARTS and not adds:
             return None
-        place = one.positions
+        kept = adds or one.opname in _KEEP_IT_WHOLE or _is_of_another(instructions[:i], one)
+        whole, place = whole and kept, one.positions
     return None
 
 
+_KEEP_IT_WHOLE = ("BUILD_STRING", "PRECALL", "PUSH_NULL", "CACHE")
+
+
+def _is_of_another(before: list[dis.Instruction], one: dis.Instruction) -> bool:
+    """Whether an instruction formats another value than the text that was made before it. (Before
+    Python 3.12 all of an f-string are for one place.)"""
+    if one.opname != "FORMAT_VALUE":
+        return False
+    made = next(n for n, each in enumerate(reversed(before)) if each.opname in _MAKE_STRINGS)
+    conversion, has_width = one.argval
+    between = before[len(before) - made :]  # a text's own width is all that lies between
+    if len(between) > has_width:
+        return True
+    return conversion is None and not has_width
+
+
+_MAKE_STRINGS = ("FORMAT_VALUE", "BUILD_STRING")
 _CALLS = ("CALL", "CALL_KW")
 _MAKE_PARTS = frozenset(
     {"FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "BUILD_STRING", "BUILD_TUPLE"}
@@ -312,7 +333,7 @@ _MAKE_PARTS = frozenset(
 )
 
 
-def _call_by_instructions(before: list[dis.Instruction], place: Any) -> Use | None:
+def _call_by_instructions(before: list[dis.Instruction], place: Any, whole: bool) -> Use | None:
     """A call, by the instructions before its last argument."""
     function: Any = None
     for one in before:
@@ -323,7 +344,7 @@ def _call_by_instructions(before: list[dis.Instruction], place: Any) -> Use | No
             function = ast.Name(one.argval)
         elif one.opname in ("LOAD_ATTR", "LOAD_METHOD") and function is not None:
             function = ast.Attribute(function, one.argval)
-    return None if function is None else Use(ast.Call(function, [], []))
+    return None if function is None else Use(ast.Call(function, [], []), whole=whole)
 
 
 def _is_around(outer: Any, inner: Any) -> bool:
