@@ -165,8 +165,14 @@ def test_the_table_has_it_all(report: Report) -> None:
 def test_a_step_that_reads_a_value() -> None:
     with xd.abstract("cpu:8"):
         model, x = by_hand()
+        seen: list[float] = []
+        reports = [
+            xd.plan(lambda x: seen.append(model(x).sum().item()), x),
+            xd.plan(lambda x: model(x).sum(), x),
+        ]
+        assert reports[0].collective_bytes == reports[1].collective_bytes and not seen
         with pytest.raises(DataDependentError, match=r"item\(\)"):
-            xd.plan(lambda x: model(x).sum().item(), x)
+            xd.plan(lambda x: 1 if model(x).sum().item() > 0 else 2, x)
 
 
 def test_a_step_on_no_mesh_is_one_devices() -> None:

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-import jax
 import numpy as np
 
 from xla_dtensor.base import interrupts
@@ -175,7 +174,9 @@ def pending(
         if name is None or len(operands) > 1:
             trace.refuse(f"an operation with {text}")
         trace.may_raise(node)
-        return getattr(jax.numpy, name)(*operands)
+        import jax.numpy as jnp  # not with the package, which starts without JAX
+
+        return getattr(jnp, name)(*operands)
 
     items = frozenset[int]().union(*(node.items for node in waiting))
     return PendingNode(type(like), compute, text, trace, items, on_devices)

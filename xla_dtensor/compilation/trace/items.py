@@ -1,5 +1,4 @@
-"""Items of tensors that a step computes (``loss.item()``): numbers that are known when the program
-has run."""
+"""Items of what a step computes (``loss.item()``): numbers that are known when it has run."""
 
 from __future__ import annotations
 
