@@ -698,6 +698,36 @@ def test_random_programs(seed: int) -> None:
     assert step.traces <= 2
 
 
+class _Shown:
+    """A meter as torch's ImageNet example has it."""
+
+    def __init__(self) -> None:
+        self.value = self.total = 0.0
+        self.count = 0
+
+    def update(self, value: float) -> None:
+        self.value, self.total, self.count = value, self.total + value, self.count + 1
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.total / self.count:.3f})"
+
+
+def test_an_object_that_shows_numbers(capsys: pytest.CaptureFixture) -> None:
+    def step(own: _Shown, x: torch.Tensor) -> None:
+        own.update(x.sum().item())
+        print("loss", own, own.count)
+
+    texts = []
+    meters = {"cpu": _Shown(), "xla": _Shown()}
+    compiled = xd.compile(lambda x: step(meters["xla"], x))
+    for run, device in ((lambda x: step(meters["cpu"], x), "cpu"), (compiled, "xla")):
+        for n in range(3):
+            run(torch.full((2,), float(n), device=device))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "loss 4.000 (2.000) 3" in texts[0]
+    assert compiled.traces == 1
+
+
 def test_objects_beside_a_number_are_shown_as_they_are(capsys: pytest.CaptureFixture) -> None:
     table = {"k": [1]}
 

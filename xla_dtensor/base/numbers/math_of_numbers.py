@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.numbers.printed import PrintedNumbers
+from xla_dtensor.base.numbers.printing_numbers import PrintedNumbers
 from xla_dtensor.base.numbers.python_numbers import _Kind, computed, is_pythons, present_value
 from xla_dtensor.base.torch_private import disable_current_modes, unseen
 

@@ -1,13 +1,10 @@
 """Finds text that is only printed or logged: a step's program needn't depend on it.
 
 What a compiled step prints is printed when it is traced, so that it may show the number of that
-call without the program depending on it. `PrintedNumbers` gives ``print`` and log records plain
+call without the program depending on it. `PrintedNumbers` gives ``print`` and loggers plain
 numbers. Of text that is made before (``print(f"step {n}")``) `only_printed` says, by the line of
 source that makes it (`uses_of_text`), whether it goes nowhere but there. Where that isn't certain
 the program depends on the number, as in any other use of its text.
-
-What is printed of a number that isn't known before the program has run is printed by each call,
-when it has.
 
 Text of a tensor that has no value yet is its shape. `only_shown` says whether nobody but people
 read it: printed, logged, or in an error's message.
@@ -17,28 +14,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
-import datetime
-import functools
 import inspect
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from xla_dtensor.base import torch_private
-from xla_dtensor.base.numbers.text_of_numbers import (
-    Marks,
-    NumberInText,
-    Parts,
-    shown_now,
-    waiting,
-)
+from xla_dtensor.base.numbers.text_of_numbers import Marks
 from xla_dtensor.base.numbers.traced_number import NumberNode
 from xla_dtensor.base.numbers.uses_of_text import Use, uses_at, uses_of_call
 from xla_dtensor.base.source_line import is_pythons, is_users
@@ -46,173 +31,65 @@ from xla_dtensor.base.source_line import is_pythons, is_users
 _LOGGING = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 
 
-class PrintedNumbers:
-    """While it is entered, ``print`` and loggers are given symbolic numbers as plain ones.
+class Entered(NamedTuple):
+    """What `printing_numbers.PrintedNumbers` has in place.
 
-    Args:
-        plain: a value as the number that it is now, if it is a symbolic one that has a value.
+    Attributes:
+        stdout, stderr: the streams of before: text that goes elsewhere may be read again.
+        marks: those of texts that `print` and loggers put together.
     """
 
-    # The streams of what is entered (text that goes elsewhere may be read again), and its marks.
-    _streams: list[tuple[Any, Any]] = []
-    marks: list[Marks] = []
-
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
-
-    def __enter__(self) -> None:
-        self._streams.append((sys.stdout, sys.stderr))
-        self.marks.append(Marks())
-        self._print, self._handle = builtins.print, logging.Logger.handle
-        builtins.print = functools.wraps(print)(self._printing(print))
-        logging.Logger.handle = self._handling(self._handle)  # type: ignore[method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._streams.pop()
-        self.marks.pop()
-        builtins.print = self._print
-        logging.Logger.handle = self._handle  # type: ignore[method-assign]
-
-    def _printing(self, printed: Any) -> Any:
-        def print_numbers(*values: Any, **options: Any) -> None:
-            to_the_user = _goes_to_the_user(options.get("file"))
-            if not to_the_user:
-                printed(*values, **options)
-                return
-            between = {name: options[name] for name in ("sep", "end") if options.get(name)}
-
-            def show(*given: Any) -> None:
-                count = len(between)
-                named = dict(zip(between, given[:count], strict=True))
-                printed(*given[count:], **{**options, **named})
-
-            self._show(show, (*between.values(), *values), sys._getframe(1))
-
-        print_numbers.printed = printed  # type: ignore[attr-defined]
-        return print_numbers
-
-    def _handling(self, handle: Any) -> Any:
-        def handled(logger: Any, record: Any) -> None:
-            args: Any = record.args
-            named = tuple(args) if type(args) is dict else None  # of "%(n)d"
-            values = args if type(args) is tuple else () if named is None else tuple(args.values())
-            if args and not values:
-                handle(logger, record)
-                return
-
-            given = record.msg, *values
-            record.msg, record.args = "", None  # it isn't to keep the numbers
-
-            def show(msg: Any, *values: Any) -> None:
-                own = copy.copy(record)  # each call has one
-                own.created, own.msg = time.time(), msg
-                own.args = values if named is None else dict(zip(named, values, strict=True))
-                handle(logger, own)
-
-            self._show(show, given, sys._getframe(1))
-
-        return functools.wraps(handle)(handled)
-
-    def _show(self, show: Callable[..., Any], values: tuple[Any, ...], frame: FrameType) -> None:
-        """Call ``show`` with values for people, now or when all are known."""
-        parts = [self._parts(value) for value in values]
-        node = next(filter(None, (waiting(p) for p in parts if isinstance(p, Parts))), None)
-        if node is None:
-            show(*(shown_now(p) if isinstance(p, Parts) else p for p in parts))
-            return
-        users = _of_user(frame)
-        if _tells_time(users):
-            node.needed("a text for people by a function that asks for the time, in which there is")
-        if users is not None and users.f_code in self.marks[-1].without:
-            node.needed(
-                "a text for people by a function that has put another number into one by % and "
-                "its like (use an f-string), in which there is"
-            )
-        node.trace.show(show, list(map(_as_it_is, parts)))
-
-    def _parts(self, value: Any) -> Any:
-        """The parts of a text that has marks, or of a number that isn't known yet; anything else
-        as people are shown it."""
-        parts = self.marks[-1].parts(value) if isinstance(value, str) else None
-        if parts is not None:
-            return parts
-        symbolic = isinstance(value, torch.SymFloat | torch.SymInt)
-        if symbolic and isinstance(value.node, NumberNode):
-            return Parts([NumberInText(value.node, None)])
-        return self._plain(value)
+    stdout: Any
+    stderr: Any
+    marks: Marks
 
 
-class _Shown:
-    """What people are shown of an object: its text of the moment."""
+entered: list[Entered] = []
+"""Innermost last."""
 
-    def __init__(self, value: Any) -> None:
-        self._texts = str(value), repr(value)
-
-    def __str__(self) -> str:
-        return self._texts[0]
-
-    def __repr__(self) -> str:
-        return self._texts[1]
+PRINTING, TEXT_OF = "print_numbers", "text_of_object"
+"""The functions of `printing_numbers` that print, and that ask an object for its text to print."""
 
 
-def _as_it_is(value: Any) -> Any:
-    """What is printed later of a value that may be another one by then."""
-    constant = value is None or isinstance(value, Parts)
-    constant = constant or type(value) in (bool, int, float, complex, str, bytes)
-    return value if constant else _Shown(value)
-
-
-_TIMES = (time.time, time.perf_counter, time.monotonic, time.process_time, time.strftime)
-
-
-def _of_user(frame: FrameType | None) -> FrameType | None:
-    """The user's function that prints."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame if frame is None else _around(frame)
-
-
-def _tells_time(frame: FrameType | None) -> bool:
-    """Whether the code of a frame asks for the time."""
-    if frame is None:
-        return False
-    names = frame.f_code.co_names
-    values = [frame.f_globals.get(name) for name in names]
-    if any(module in values for module in (time, datetime, datetime.datetime)):
-        return not {"now", "today", "utcnow", *(f.__name__ for f in _TIMES)}.isdisjoint(names)
-    return any(value is function for value in values for function in _TIMES)
-
-
-_PRINTING = "print_numbers"
-
-
-def _goes_to_the_user(file: Any = None) -> bool:
+def goes_to_the_user(file: Any = None) -> bool:
     """Whether what is written to ``file`` (None: by ``print``) comes to where it did when the trace
     began."""
-    streams = PrintedNumbers._streams
     file = sys.stdout if file is None else file
-    return any(file is stream for stream in (streams[-1] if streams else (sys.stdout, sys.stderr)))
+    streams = entered[-1][:2] if entered else (sys.stdout, sys.stderr)
+    return any(file is stream for stream in streams)
 
 
 def marked(frame: FrameType | None, node: NumberNode, text: Callable[[Any], str]) -> str | None:
     """What stands for the text of a number that is made in ``frame`` and only printed by `print`
     and loggers as they are now, as it is or as a part of a text; None if it goes anywhere else."""
-    if frame is None or not PrintedNumbers._streams:
+    if frame is None or not entered:
         return None
-    prints = lambda use, frame: use.whole and _prints(use, frame, by_us=True)
+    is_asked = frame.f_code.co_name in _MAKE_TEXT and _is_in(frame.f_back, TEXT_OF)
+
+    def prints(use: Use, frame: FrameType) -> bool:
+        returned = is_asked and isinstance(use.node, ast.Return)
+        return use.whole and (returned or _prints(use, frame, by_us=True))
+
     if not _all(prints, uses_at(frame), frame):
         return None
-    return PrintedNumbers.marks[-1].mark(node, text)
+    return entered[-1].marks.mark(node, text)
+
+
+def _is_in(frame: FrameType | None, name: str) -> bool:
+    return frame is not None and frame.f_code.co_name == name and _module_of(frame) == _PRINTS
+
+
+_PRINTS = f"{__name__.rpartition('.')[0]}.printing_numbers"
 
 
 def only_printed(frame: FrameType | None) -> bool:
     """Whether the text that is made at this moment in ``frame`` goes into ``print`` or a logger's
     method, and nowhere else."""
-    if frame is None or not PrintedNumbers._streams:
+    if frame is None or not entered:
         return False
     printed = _all(_prints, uses_at(frame), frame)
     if printed:
-        PrintedNumbers.marks[-1].without.add(_around(frame).f_code)
+        entered[-1].marks.without.add(around(frame).f_code)
     return printed
 
 
@@ -222,15 +99,15 @@ def only_shown(frame: FrameType | None, in_errors: bool = True) -> bool:
     ``in_errors``) a part of an error or a warning."""
     shows = _shows if in_errors else _prints
     while frame is not None:
-        code, module = frame.f_code, _module_of(frame)
-        if module == __name__ and code.co_name == _PRINTING:
+        code = frame.f_code
+        if _is_in(frame, PRINTING):
             return bool(frame.f_locals["to_the_user"])
         # A debugger evaluates what is typed, and a formatter of the user's is called by `logging`.
         if _shows_text(frame) or _shows_text(frame.f_back):
             return True
         if in_errors and _is_made(frame, BaseException):
             return True
-        if not _passes_text_on(_around(frame)):
+        if not _passes_text_on(around(frame)):
             return not is_users(code.co_filename) or _all(shows, uses_at(frame), frame)
         frame = frame.f_back
     return True
@@ -240,7 +117,7 @@ def _all(
     holds: Callable[[Use, FrameType], bool], uses: tuple[Use, ...] | None, frame: FrameType
 ) -> bool:
     """Whether something holds of all uses of a text."""
-    frame = _around(frame)
+    frame = around(frame)
     code = frame.f_code
     return uses is not None and all(
         all(name in code.co_varnames and name not in code.co_cellvars for name in use.variables)
@@ -249,7 +126,7 @@ def _all(
     )
 
 
-def _around(frame: FrameType) -> FrameType:
+def around(frame: FrameType) -> FrameType:
     """The frame of the function in which a comprehension is."""
     while frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
         frame = frame.f_back
@@ -273,7 +150,7 @@ def _prints(use: Use, frame: FrameType, by_us: bool = False) -> bool:
     if value is builtins.print or (value is originals and not by_us):
         files = [k.value for k in use.node.keywords if k.arg in ("file", None)]
         found = [_resolved(frame, file) for file in files]
-        return None not in found and _goes_to_the_user(*found)
+        return None not in found and goes_to_the_user(*found)
     if not isinstance(function, ast.Attribute) or function.attr not in _LOGGING:
         return False
     owner = _resolved(frame, function.value)
@@ -300,7 +177,7 @@ def _shows(use: Use, frame: FrameType) -> bool:
         return any(value is each for each in _FOR_MESSAGES)
     owner = _resolved(frame, function.value)
     if function.attr in ("write", "writelines", "add_note"):
-        return isinstance(owner, BaseException) or _goes_to_the_user(owner)
+        return isinstance(owner, BaseException) or goes_to_the_user(owner)
     if isinstance(owner, ModuleType):
         return any(value is each for each in _FOR_MESSAGES) or _package(owner.__name__) in _DISPLAYS
     return any(_package(cls.__module__) in _DISPLAYS for cls in type(owner).__mro__)
@@ -358,7 +235,7 @@ def _shows_text(frame: FrameType | None) -> bool:
     if package != "pprint":
         return True
     printer = frame.f_locals.get("self")  # of pformat() it writes nowhere
-    return frame.f_code.co_name == "pprint" and _goes_to_the_user(getattr(printer, "_stream", ""))
+    return frame.f_code.co_name == "pprint" and goes_to_the_user(getattr(printer, "_stream", ""))
 
 
 def _is_made(frame: FrameType, cls: type) -> bool:
