@@ -285,7 +285,7 @@ def _of_all_kinds(own: State, loss: torch.Tensor, y: torch.Tensor) -> Any:
     own.count += 1
     print("loss", round(loss.item(), 3), own.count, "of", y.shape, sep="; ", end=".\n")
     print("{:.3f} {}".format(loss.item(), own.count), str(round(loss.item(), 2)))  # noqa: UP032
-    print("%s" % round(loss.item(), 3))  # noqa: UP031
+    print("%s" % round(loss.item(), 3), "%s: %s" % (own.count, round(loss.item(), 2)))  # noqa: UP031
     print(f"{loss.item() * 2:>10.3f}", file=sys.stdout)
     return round(loss.item(), 3)
 
@@ -406,6 +406,7 @@ LISTS: dict[str, tuple[Body, int]] = {
     "of_a_table": (_of_a_table, 1),
     "by_a_name": (_by_a_name, 1),
     "made_on_demand": (_made_on_demand, 2),
+    "by_a_text": (lambda own, loss, y: own.table[f"{'loss'!s}"].append(loss.item()), 1),
     "recent": (_recent, 1),
     "by_another_name": (_by_another_name, 1),
     "named_in_a_result": (_named_in_a_result, 1),
@@ -716,6 +717,8 @@ def test_an_object_that_shows_numbers(capsys: pytest.CaptureFixture) -> None:
     def step(own: _Shown, x: torch.Tensor) -> None:
         own.update(x.sum().item())
         print("loss", own, own.count)
+        print("\t".join([f"loss {own}", str(own)]))
+        LOGGER.warning("loss %s", own)
 
     texts = []
     meters = {"cpu": _Shown(), "xla": _Shown()}
@@ -726,6 +729,52 @@ def test_an_object_that_shows_numbers(capsys: pytest.CaptureFixture) -> None:
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and "loss 4.000 (2.000) 3" in texts[0]
     assert compiled.traces == 1
+
+
+def test_assertions_come_before_numbers(capsys: pytest.CaptureFixture) -> None:
+    @xd.compile
+    def step(x: torch.Tensor) -> float:
+        torch._assert_async(x.sum() > 0, "not positive")
+        print(f"{x.sum().item()}")
+        return x.mean().item()
+
+    for value in (1.0, -1.0, 2.0, -1.0):
+        x = torch.full((2,), value, device="xla")
+        if value > 0:
+            assert step(x) == value
+            assert capsys.readouterr().out == f"{2 * value}\n"
+        else:
+            with pytest.raises(RuntimeError, match="not positive"):
+                step(x)
+            assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_what_a_scheduler_sets_is_refused_behind_it(catches: bool) -> None:
+    parameter = nn.Parameter(torch.ones(2, device="xla"))
+    optimizer = torch.optim.SGD([parameter], 0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+    reads: dict[str, Callable[[], Any]] = {
+        "lr": lambda: {"lr": optimizer.param_groups[0]["lr"]},
+        "last_lr": scheduler.get_last_lr,
+        "epoch": lambda: vars(scheduler)["last_epoch"],
+    }
+
+    def step(read: Callable[[], Any]) -> Any:
+        parameter.sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if not catches:
+            return read()
+        try:
+            return read()
+        except Exception:
+            return None
+
+    for read in reads.values():
+        with pytest.raises(xd.DataDependentError, match="put"):
+            xd.compile(lambda read=read: step(read))()
+    assert xd.compile(lambda: step(lambda: scheduler.T_max))() == 9
 
 
 def test_objects_beside_a_number_are_shown_as_they_are(capsys: pytest.CaptureFixture) -> None:

@@ -64,14 +64,15 @@ def marked(frame: FrameType | None, node: NumberNode, text: Callable[[Any], str]
     and loggers as they are now, as it is or as a part of a text; None if it goes anywhere else."""
     if frame is None or not entered:
         return None
-    is_asked = frame.f_code.co_name in _MAKE_TEXT and _is_in(frame.f_back, TEXT_OF)
-
-    def prints(use: Use, frame: FrameType) -> bool:
-        returned = is_asked and isinstance(use.node, ast.Return)
-        return use.whole and (returned or _prints(use, frame, by_us=True))
-
-    if not _all(prints, uses_at(frame), frame):
-        return None
+    while not _all(_prints_it_whole, uses_at(frame), frame):
+        # The text of an object (a meter's ``__str__``) goes where the object is asked for it.
+        if frame.f_code.co_name not in _MAKE_TEXT or frame.f_back is None:
+            return None
+        if not _all(_returns_it_whole, uses_at(frame), frame):
+            return None
+        frame = frame.f_back
+        if _is_in(frame, TEXT_OF):
+            break
     return entered[-1].marks.mark(node, text)
 
 
@@ -80,6 +81,14 @@ def _is_in(frame: FrameType | None, name: str) -> bool:
 
 
 _PRINTS = f"{__name__.rpartition('.')[0]}.printing_numbers"
+
+
+def _prints_it_whole(use: Use, frame: FrameType) -> bool:
+    return use.whole and _prints(use, frame, by_us=True)
+
+
+def _returns_it_whole(use: Use, frame: FrameType) -> bool:
+    return use.whole and isinstance(use.node, ast.Return)
 
 
 def only_printed(frame: FrameType | None) -> bool:

@@ -80,7 +80,7 @@ class PrintedNumbers:
                 handle(logger, record)
                 return
 
-            given = record.msg, *values
+            given = (record.msg, *map(_text_with_numbers, values))
             record.msg, record.args = "", None  # it isn't to keep the numbers
 
             def show(msg: Any, *values: Any) -> None:
@@ -120,6 +120,13 @@ class PrintedNumbers:
         if symbolic and isinstance(value.node, NumberNode):
             return Parts([NumberInText(value.node, None)])
         return self._plain(value)
+
+
+def _text_with_numbers(value: Any) -> Any:
+    """`text_of_object` if there is a number in it; else a logger asks for its text by itself."""
+    text = text_of_object(value)
+    is_made = text is not value and entered[-1].marks.parts(text) is not None
+    return text if is_made else value
 
 
 def text_of_object(value: Any) -> Any:

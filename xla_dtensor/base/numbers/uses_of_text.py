@@ -71,8 +71,18 @@ def uses_of_call(frame: FrameType) -> tuple[ast.Call, tuple[Use, ...]] | None:
 def _uses_at(code: CodeType, filename: str, instruction: int, is_call: bool) -> Any:
     """What makes the text, and its uses. (Equal codes may be of several files.)"""
     path = _path_to(code, instruction, _is_call if is_call else _makes_text)
+    if path is None and not is_call:
+        path = _to_percent(_path_to(code, instruction, lambda node: isinstance(node, ast.expr)))
     uses = None if path is None else _uses_of(path, code, ())
     return None if path is None or uses is None else (path[-1], uses)
+
+
+def _to_percent(path: _Path | None) -> _Path | None:
+    """The path to ``"%s of %s" % (n, x)``, which Python compiles like an f-string, from one to what
+    is formatted there."""
+    if path is None or not isinstance(path[-2], ast.Tuple):
+        return None
+    return path[:-2] if _makes_text(path[-3]) and isinstance(path[-3], ast.BinOp) else None
 
 
 def _path_to(code: CodeType, instruction: int, wanted: Callable[[Any], bool]) -> _Path | None:
@@ -141,7 +151,7 @@ def _uses_of(
             return _uses_of_variable(outer, path, code, variables, whole, held)
         if _passes_text_on(outer, inner):
             joins = isinstance(outer, ast.Call) and _is_method_of_text(outer.func, "join")
-            taken_out = joins or isinstance(outer, ast.Starred)
+            taken_out = joins or isinstance(outer, ast.Starred | ast.BinOp)
             held = isinstance(outer, _HOLDS) or (held and not taken_out)
             whole = whole and _leaves_it_whole(outer, inner)
             continue

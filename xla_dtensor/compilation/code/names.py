@@ -15,6 +15,14 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.source_line import is_pythons
+from xla_dtensor.compilation.code.uses import (
+    APPENDS,
+    APPENDS_INSIDE,
+    OTHERWISE,
+    READ,
+    UNNAMED,
+    use_of,
+)
 
 # Libraries whose globals and names aren't read: what users change of them has its own guard
 # (torch's global state), and the rest doesn't change.
@@ -104,24 +112,16 @@ class Names:
             (name, use) in self.uses
             and self.uses.isdisjoint((name, other) for other in others)
             and not (self.any_attribute or self.any_global or self.others_globals)
-            and _WHOLE.isdisjoint(self.attributes)
-            and _WHOLE.isdisjoint(self.globals)
+            and UNNAMED.isdisjoint(self.attributes)
+            and UNNAMED.isdisjoint(self.globals)
             and name not in self.assigned
             and name not in self.stored
         )
 
 
-# What gives an object's attributes without naming them; the list of a bound method.
-_WHOLE = frozenset({"deepcopy", "dump", "dumps", "Pickler", "save", "replace"})
-_WHOLE |= {"fields", "asdict", "astuple", "__self__", "cell_contents", "__match_args__"}
-APPENDS, APPENDS_INSIDE, OTHERWISE = "x.append", "x[key].append", "otherwise"
-
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME"}
 _CELL = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
-_APPENDS = ("append", "extend")
-_KEY = {"LOAD_CONST", "LOAD_FAST", *_GLOBAL, *_CELL}
 _STORED = {"STORE_GLOBAL", "DELETE_GLOBAL"}
-_READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _ASSIGNED = {"STORE_ATTR", "DELETE_ATTR"}
 
 # Special methods that run only if code calls the function, or has the instruction (in capitals),
@@ -158,7 +158,7 @@ def names_of(code: types.CodeType) -> Names:
             names.globals.add(name)
         elif kind in _STORED:
             names.stored.add(name)
-        elif kind in _READ:
+        elif kind in READ:
             names.attributes.add(name)
         elif kind in _ASSIGNED:
             names.assigned.add(name)
@@ -166,10 +166,10 @@ def names_of(code: types.CodeType) -> Names:
             names.modules.add(name)
         elif kind in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
             names.uses.add((name, OTHERWISE))
-        if kind in _GLOBAL or kind in _READ or kind in _CELL:
-            names.uses.add((name, _use(instructions, position)))
+        if kind in _GLOBAL or kind in READ or kind in _CELL:
+            names.uses.add((name, use_of(instructions, position)))
         names.attributes.update(CALLED_BY.get(kind, ()))
-        if kind not in _GLOBAL and kind not in _READ:
+        if kind not in _GLOBAL and kind not in READ:
             continue
         # The builtin `eval` and `sys.modules` are meant, not `model.eval()` or `model.modules()`.
         of_sys = instructions[position - 1].argval == "sys"
@@ -177,7 +177,7 @@ def names_of(code: types.CodeType) -> Names:
             names.any_attribute = True
         if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
             continue  # json writes plain data only
-        if kind in _READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
+        if kind in READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
         if name in MADE_UP and not names.any_attribute:
@@ -218,21 +218,6 @@ def names_of(code: types.CodeType) -> Names:
             if names_attributes:
                 names.uses.update((name, OTHERWISE) for name in listed)
     return names
-
-
-def _use(instructions: list[dis.Instruction], position: int) -> str:
-    """What is done with what the instruction at ``position`` loads."""
-    behind = [i for i in instructions[position + 1 : position + 4] if i.opname != "PUSH_NULL"]
-    appends = [i.opname in _READ and i.argval in _APPENDS for i in behind]
-    if appends[:1] == [True]:
-        return APPENDS
-    if appends[2:] == [True] and behind[0].opname in _KEY and _is_subscript(behind[1]):
-        return APPENDS_INSIDE
-    return OTHERWISE
-
-
-def _is_subscript(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "BINARY_SUBSCR" or instruction.argrepr == "[]"
 
 
 _FIELD = re.compile(r"\{\w*((?:\.\w+|\[[^]{}]*\])+)[!:}]")
@@ -279,7 +264,7 @@ def _constant_behind(instructions: list[dis.Instruction], position: int) -> str 
     while instructions[behind].opname in ("PRECALL", "PUSH_NULL", "CALL"):  # of `globals`
         behind += 1
     first = instructions[behind]
-    if first.opname in _READ and first.argval in _LOOKS_UP:
+    if first.opname in READ and first.argval in _LOOKS_UP:
         match _arguments(instructions, behind):
             case [str(key), *_]:
                 return key

@@ -195,6 +195,8 @@ class MadeObjects:
         kind = kind_of(value)
         if kind in OWN_KINDS:
             return kind
+        if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
+            return None
         if issubclass(cls, torch.Tensor):
             return TAGGED if Attributes(value, "").content() and self._is_own(value) else None
         if self._kept(value) or (kind is None and is_atom(value)):

@@ -93,6 +93,10 @@ class WriteBack:
             BaseException: something has failed in writing back, or what must hold of values
                 doesn't, and everything else that the step does has happened.
         """
+        outputs, padding = self._traced.outputs, run.arguments.padding
+        if outputs.judges and outputs.gives_items:
+            # The host waits for values in any case; Python is given none that mustn't be.
+            run.succeeds(self._judge, True)
         for effect in self._traced.effects.all:
             run.with_retry([_repeat], effect)
         if self._traced.outputs.left or not self._is_steady:
@@ -100,30 +104,29 @@ class WriteBack:
             # another program.
             self._guards.stale = "the call before made state that the step now finds in place"
             self._traced.outputs.left = []
-        for number in self._traced.outputs.to_check:
+        for number in outputs.to_check:
             run.succeeds(_compute, number)
-        for show, values in self._traced.outputs.printed:
+        for show, values in outputs.printed if run.error is None else ():
             run.succeeds(_print, show, values)
         for scheduler, step, args, kwargs in self._traced.schedulers.calls:
             if run.error is None:
                 run.succeeds(_step_scheduler, step, scheduler, args, kwargs)
         if run.error is not None:
             raise run.error
-        outputs, padding = self._traced.outputs, run.arguments.padding
         results = [result.make(run) for result in outputs.results]
         left = run.objects
         if self._traced.cuts and padding is not None:
             results, left = cut_back(results, self._traced.cuts, padding), {}
-        if outputs.judges:
-            self._judge(run)
+        if outputs.judges and not outputs.gives_items:
+            self._judge(False, run)
         return outputs.tree.build(results, left)
 
-    def _judge(self, run: Run) -> None:
-        """Look whether what must hold does: now, where indices were asked for; an assertion of the
-        step's own alone doesn't make the host wait, and is looked at when a value is read."""
+    def _judge(self, waits: bool, run: Run) -> None:
+        """Look whether what must hold does: now, if the host ``waits`` anyway or indices were asked
+        for; an assertion of the step's own alone is looked at when a value is read."""
         assert self._traced.outputs.judged is not None
         sums = run.array(self._traced.outputs.judged)
-        waits = self._traced.trace.must_hold.of_indices is not None
+        waits = waits or self._traced.trace.must_hold.of_indices is not None
         look = assertions.judge if waits else assertions.later
         look(sums, self._traced.outputs.judges)
 

@@ -162,6 +162,11 @@ class OutputRecipes:
             self._items[item] = NewTensor(self._traced.emit(array, form), form)
         return PendingNumber(node, {item: self._items[item] for item in sorted(node.items)})
 
+    @property
+    def gives_items(self) -> bool:
+        """Whether any such number is given away."""
+        return bool(self._items)
+
     def printed(self, value: Any) -> Any:
         """How later calls make what the step prints (`Parts`)."""
         if not isinstance(value, Parts):

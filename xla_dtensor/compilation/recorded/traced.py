@@ -352,6 +352,7 @@ class Traced:
         outputs.printed = [
             (show, list(map(made.printed, values))) for show, values in trace.items.printed
         ]
+        outputs.gives_items = made.gives_items
         self.hooks.take_numbers()
         outputs.collect_gradients(made, history, self.hooks.memory_made())
         del flat, made, history, objects, self._made

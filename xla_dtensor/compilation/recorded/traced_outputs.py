@@ -26,6 +26,7 @@ class TracedOutputs:
     Attributes:
         forms: those of the outputs.
         results, tree: what the step returns.
+        gives_items: whether each call reads values for Python's numbers.
         to_check: numbers that each call computes for the errors that Python may raise.
         history: how its results depend on tensors that require grad, or None.
         grads: (leaf, template of its new gradient or None).
@@ -48,6 +49,7 @@ class TracedOutputs:
         self._arrays: list[Any] = []
         self.forms: list[Form] = []
         self.results: list[Recipe] = []
+        self.gives_items = False
         self.to_check: list[Recipe] = []
         self.printed: list[tuple[Any, list[Any]]] = []
         self.tree: Any = None

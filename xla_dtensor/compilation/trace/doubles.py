@@ -29,6 +29,7 @@ from xla_dtensor.base.numbers.python_numbers import (
     as_float,
     computed,
     is_number,
+    is_pending,
     is_pythons,
     is_symbolic,
     present_value,
@@ -108,7 +109,9 @@ class Double:
 
     def concerns(self, value: Any) -> bool:
         """Whether an argument is a number that a double is to stand for."""
-        return is_pythons(value) and not (self.scalar and value.node.is_int())
+        if not is_pythons(value) or is_pending(value):  # C++ asks for one that isn't known yet
+            return False
+        return not (self.scalar and value.node.is_int())
 
 
 _PROBABILITY = (0.0, 1.0)

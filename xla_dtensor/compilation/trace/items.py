@@ -98,7 +98,8 @@ class TracedItems:
 _WAY = (
     "What .item() gives of a value that the step computes is known when the step has run: until "
     "then it may be computed with, returned and kept (self.total += loss.item(), "
-    "losses.append(loss.item())). Where Python needs it at once (if, float(), int(), its text, "
-    "NumPy), keep the value on the devices (torch.where, a tensor in place of a number), return it "
-    "from the step and look at it there, or move this line out of the compiled function"
+    "losses.append(loss.item())), printed and logged (in an f-string). Where Python needs it at "
+    "once (if, float(), int(), its text, NumPy), keep the value on the devices (torch.where, a "
+    "tensor in place of a number), return it from the step and look at it there, or move this line "
+    "out of the compiled function"
 )

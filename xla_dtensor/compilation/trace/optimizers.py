@@ -144,10 +144,11 @@ class OptimizerHooks:
                 self._hidden.append((group, key, was, group[key]))
 
     def _refuse_hidden(self, scheduler: str, key: str) -> None:
-        raise DataDependentError(
+        self._trace.refused = DataDependentError(
             f"the compiled step reads {key!r} of a param group behind {scheduler}.step(), which is "
             "put off until the program has run: read it before, or outside of the step"
         )
+        raise self._trace.refused
 
     def _seeing(self, zero_grad: Any) -> Any:
         """``zero_grad`` that tells the trace what it sets to None."""

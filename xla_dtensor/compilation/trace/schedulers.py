@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch.optim import lr_scheduler
 from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.base.torch_private import pytree
+from xla_dtensor.compilation.code.names import names_of
+from xla_dtensor.compilation.code.reflection import code_of
 from xla_dtensor.errors import DataDependentError
-
-# What a scheduler has and its step doesn't change.
-_NO_SCHEDULE = ("optimizer", "base_lrs", "verbose", "__dict__")
 
 
 class DeferredSchedulers:
@@ -57,11 +57,13 @@ class DeferredSchedulers:
         which has been put off."""
 
         def get(scheduler: Any, name: str) -> Any:
-            value = object.__getattribute__(scheduler, name)
-            own = object.__getattribute__(scheduler, "__dict__") if self.calls else ()
-            if name in own and name not in _NO_SCHEDULE:
+            cls: Any = type(scheduler)
+            changes = self.calls and (
+                name == "__dict__" or (name in _changed(cls) and name in _own(scheduler))
+            )
+            if changes:
                 self._check(scheduler, name)
-            return value
+            return object.__getattribute__(scheduler, name)
 
         return get
 
@@ -80,11 +82,12 @@ class DeferredSchedulers:
             return
         own = getattr(scheduler, "optimizer", None)
         if any(s is scheduler or getattr(s, "optimizer", s) is own for s, *_ in self.calls):
-            raise DataDependentError(
+            self._trace.refused = DataDependentError(
                 f"the step calls {type(scheduler).__name__}.step(), which a compiled step puts off "
                 f"until its program has run, and then reads {name}, which would be the value from "
                 f"before: read it outside of the step{user_line()}"
             )
+            raise self._trace.refused
 
     def _deferring(self, step: Any) -> Any:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,10 +131,27 @@ def _step_as_now(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     return type(scheduler).step(scheduler, *args, **kwargs)
 
 
+def _own(scheduler: Any) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(scheduler, "__dict__")
+    return found
+
+
+@functools.lru_cache(256)
+def _changed(cls: Any) -> frozenset[str]:
+    """The attributes that a scheduler's methods assign, but for those that make it."""
+    names: set[str] = set()
+    for base in cls.__mro__[:-1]:
+        for name, member in vars(base).items():
+            code = code_of(member)
+            if code is not None and name not in ("__init__", "__setstate__", "load_state_dict"):
+                names |= names_of(code).assigned
+    return frozenset(names)
+
+
 def set_by(scheduler: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """The entries of param groups that a scheduler's step sets."""
-    optimizer = getattr(scheduler, "optimizer", None)
-    keys = ["lr"] + ["momentum", "betas"] * bool(vars(scheduler).get("cycle_momentum"))
+    optimizer = _own(scheduler).get("optimizer")
+    keys = ["lr"] + ["momentum", "betas"] * bool(_own(scheduler).get("cycle_momentum"))
     for group in getattr(optimizer, "param_groups", ()):
         yield from ((group, key) for key in keys if key in group)
 

@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_dtensor.compilation.code.installed import is_installed
-from xla_dtensor.compilation.code.names import (
-    APPENDS,
-    APPENDS_INSIDE,
-    is_library,
-    is_library_class,
-)
+from xla_dtensor.compilation.code.names import is_library, is_library_class
 from xla_dtensor.compilation.code.reflection import (
     data_descriptors,
     inherited_names,
     is_strict,
     referent,
 )
+from xla_dtensor.compilation.code.uses import APPENDS, APPENDS_INSIDE
 from xla_dtensor.compilation.objects.carried import Carried, is_state
 from xla_dtensor.compilation.objects.found import is_atom
 from xla_dtensor.compilation.objects.places import MISSING, Appended, Chosen, Items, Place
