@@ -229,7 +229,7 @@ TUNED = .cache/tuned-$$(git rev-parse --short HEAD)
 bench-tune: env $(LIBTPU)/libtpu/libtpu.so $(GPU_COMPILER)/jax_plugins ## the tables of docs/tune.md (two hours on two cores; goes on where it was stopped)
 	$(WITH_TPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py 8b 70b long offload --top 3 --kept $(TUNED)
 	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_known.py experts autoparallel-8b autoparallel-70b --top 3 --kept $(TUNED)
-	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_by_hand.py h100-8b titan-8b h100-70b titan-70b --top 2 --kept $(TUNED)
+	$(WITH_GPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_by_hand.py h100-8b titan-8b h100-70b titan-70b --top 4 --kept $(TUNED)
 	$(WITH_TPU_COMPILER) $(BIN)/python -W ignore benchmarks/tune_by_hand.py v5p-8b v5e-8b v5p-70b --top 2 --kept $(TUNED)
 	$(BIN)/python -W ignore benchmarks/tuned.py
 	$(BIN)/python -W ignore benchmarks/tuned.py --timed
