@@ -86,6 +86,21 @@ def values(device: str) -> list[torch.Tensor]:
     return [torch.randn(6, 4, generator=generator).to(device) for _ in range(CALLS)]
 
 
+def compared(body: Body, change: Callable[[int, State], None] = lambda call, own: None) -> int:
+    """How often the compiled step is traced that does in each call what CPU torch's does; between
+    the calls the user makes a ``change``."""
+    one, other = State(), State()
+    expected = trained(body, "cpu", one)
+    step = xd.compile(trained(body, "xla", other))
+    for call, (x, on_cpu) in enumerate(zip(values("xla"), values("cpu"), strict=True)):
+        close(plain(step(x)), plain(expected(on_cpu)))
+        close(plain(other), plain(one))
+        for own in (one, other):
+            change(call, own)
+    traces: int = step.traces
+    return traces
+
+
 # --- numbers -----------------------------------------------------------------------------------
 
 
@@ -156,13 +171,7 @@ NUMBERS: dict[str, tuple[Body, int]] = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str) -> None:
     body, traces = NUMBERS[name]
-    one, other = State(), State()
-    expected = trained(body, "cpu", one)
-    step = xd.compile(trained(body, "xla", other))
-    for x, on_cpu in zip(values("xla"), values("cpu"), strict=True):
-        close(plain(step(x)), plain(expected(on_cpu)))
-        close(plain(other), plain(one))
-    assert step.traces == traces
+    assert compared(body) == traces
 
 
 @pytest.mark.parametrize("name", ["meter", "clipped", "counted"])
@@ -416,18 +425,14 @@ LISTS: dict[str, tuple[Body, int]] = {
 @pytest.mark.parametrize("name", LISTS)
 def test_lists(name: str) -> None:
     body, traces = LISTS[name]
-    one, other = State(), State()
-    expected = trained(body, "cpu", one)
-    step = xd.compile(trained(body, "xla", other))
-    for number, (x, on_cpu) in enumerate(zip(values("xla"), values("cpu"), strict=True)):
-        close(plain(step(x)), plain(expected(on_cpu)))
-        close(plain(other), plain(one))
-        if number == 1:  # what is there is the user's to change
-            for own in (one, other):
-                own.losses.clear()
-                own.kept.appendleft(7)
-                own.table["loss"].insert(0, "epoch")
-    assert step.traces == traces
+
+    def change(call: int, own: State) -> None:
+        if call == 1:  # what is there is the user's to change
+            own.losses.clear()
+            own.kept.appendleft(7)
+            own.table["loss"].insert(0, "epoch")
+
+    assert compared(body, change) == traces
 
 
 class _Meter:
@@ -689,14 +694,7 @@ def _random_body(seed: int) -> Body:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs(seed: int) -> None:
-    body = _random_body(seed)
-    one, other = State(), State()
-    expected = trained(body, "cpu", one)
-    step = xd.compile(trained(body, "xla", other))
-    for x, on_cpu in zip(values("xla"), values("cpu"), strict=True):
-        close(plain(step(x)), plain(expected(on_cpu)))
-        close(plain(other), plain(one))
-    assert step.traces <= 2
+    assert compared(_random_body(seed)) <= 2
 
 
 class _Shown:
