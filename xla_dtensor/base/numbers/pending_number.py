@@ -16,13 +16,12 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.numbers.traced_number import NumberNode
+from xla_dtensor.base.numbers.traced_number import NumberNode, fits
 from xla_dtensor.errors import DataDependentError
 
 # What the devices compute as Python does, but for rounding; of `math` by JAX's functions of that
 # name.
-_OPERATORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs)
-_MAY_RAISE = (operator.truediv, operator.pow)
+_EXACT = (operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs)
 _OF_MATH = ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos", "tanh")
 _FUNCTIONS = {getattr(math, name): name for name in _OF_MATH}
 
@@ -160,20 +159,16 @@ def pending(
 
     def on_devices(node: NumberNode) -> Any:
         assert isinstance(node, PendingNode)
-        if any(n is None and isinstance(v, int) and not -(2**63) <= v < 2**63 for v, n in pairs):
+        if any(n is None and isinstance(v, int) and not fits(v) for v, n in pairs):
             trace.refuse(f"an operation with {text}, an int of more than 64 bits,")
         operands = [v if n is None else n.traced for v, n in pairs]
-        if function in _OPERATORS:
-            if node.is_int():  # they wrap where Python has more digits
-                trace.may_raise(node)
-            return function(*operands)
-        if function in _MAY_RAISE and node.is_float():
+        if function not in _EXACT or node.is_int():  # ints wrap where Python's have more digits
             trace.may_raise(node)
+        if function in _EXACT or (function in (operator.truediv, operator.pow) and node.is_float()):
             return function(*operands)
         name = _FUNCTIONS.get(function)
         if name is None or len(operands) > 1:
             trace.refuse(f"an operation with {text}")
-        trace.may_raise(node)
         import jax.numpy as jnp  # not with the package, which starts without JAX
 
         return getattr(jnp, name)(*operands)

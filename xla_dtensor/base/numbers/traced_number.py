@@ -33,6 +33,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
+def fits(value: float) -> bool:
+    """Whether an int can be an input: one of 64 bits."""
+    return -(2**63) <= value < 2**63
+
+
 class NumberNode(SymbolicNode):
     """The node of a ``torch.SymFloat`` or ``torch.SymInt``: a traced number with its present value.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base import assertions, interrupts
+from xla_dtensor.base.numbers.traced_number import fits
 from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.compilation.call.buckets import cut_back
 from xla_dtensor.compilation.call.recipes import Recipe
@@ -17,7 +18,6 @@ from xla_dtensor.compilation.call.run import Outputs, Run
 from xla_dtensor.compilation.program.guards import Guards
 from xla_dtensor.compilation.program.inputs import Inputs
 from xla_dtensor.compilation.recorded.traced import Traced
-from xla_dtensor.compilation.trace.numbers import fits
 from xla_dtensor.compilation.watch.effects import Effect
 from xla_dtensor.forms.storage import Storage, put
 from xla_dtensor.tensors.base import set_grad_of, set_grad_of_tensor
@@ -218,5 +218,6 @@ def _compute(number: Recipe, run: Run) -> None:
 
 
 def _step_scheduler(step: Any, scheduler: Any, args: Any, kwargs: Any, run: Run) -> None:
-    args, kwargs = pytree.tree_map(lambda value: _made(value, run), (args, kwargs))
+    if args or kwargs:
+        args, kwargs = pytree.tree_map(lambda value: _made(value, run), (args, kwargs))
     step(scheduler, *args, **kwargs)

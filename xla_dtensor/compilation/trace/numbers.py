@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from xla_dtensor.base.numbers.traced_number import fits
+
 
 @dataclass(frozen=True)
 class Number:
@@ -86,11 +88,6 @@ def values_of(
             raise NumberChanged(f"{number.name}: now {value!r}")
         found.append(value)
     return found
-
-
-def fits(value: float) -> bool:
-    """Whether an int can be an input: one of 64 bits."""
-    return -(2**63) <= value < 2**63
 
 
 @dataclass(frozen=True)

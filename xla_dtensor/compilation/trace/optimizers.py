@@ -144,11 +144,12 @@ class OptimizerHooks:
                 self._hidden.append((group, key, was, group[key]))
 
     def _refuse_hidden(self, scheduler: str, key: str) -> None:
-        self._trace.refused = DataDependentError(
-            f"the compiled step reads {key!r} of a param group behind {scheduler}.step(), which is "
-            "put off until the program has run: read it before, or outside of the step"
+        self._trace.refuse_with(
+            DataDependentError(
+                f"the compiled step reads {key!r} of a param group behind {scheduler}.step(), "
+                "which is put off until the program has run: read it before, or outside of the step"
+            )
         )
-        raise self._trace.refused
 
     def _seeing(self, zero_grad: Any) -> Any:
         """``zero_grad`` that tells the trace what it sets to None."""
@@ -193,13 +194,12 @@ class OptimizerHooks:
         before = [group["capturable"] for group in groups]
         for group in groups:
             group["capturable"] = True  # the step count is a tensor on the devices
-        self._trace.optimizer_depth += 1
         # ``step(closure)``: operations of the closure don't count as the optimizer's.
         named = {name: self._apart(x) for name, x in kwargs.items()}
         try:
-            return function(optimizer, *map(self._apart, args), **named)
+            with self._trace.making_state():
+                return function(optimizer, *map(self._apart, args), **named)
         finally:
-            self._trace.optimizer_depth -= 1
             for group, capturable in zip(groups, before, strict=True):
                 group["capturable"] = capturable
 

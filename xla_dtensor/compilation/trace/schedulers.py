@@ -82,12 +82,12 @@ class DeferredSchedulers:
             return
         own = getattr(scheduler, "optimizer", None)
         if any(s is scheduler or getattr(s, "optimizer", s) is own for s, *_ in self.calls):
-            self._trace.refused = DataDependentError(
+            error = DataDependentError(
                 f"the step calls {type(scheduler).__name__}.step(), which a compiled step puts off "
                 f"until its program has run, and then reads {name}, which would be the value from "
                 f"before: read it outside of the step{user_line()}"
             )
-            raise self._trace.refused
+            self._trace.refuse_with(error)
 
     def _deferring(self, step: Any) -> Any:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -382,8 +382,7 @@ class StepTrace(TracingProgram):
 
     def _pending_item(self, tensor: Any) -> Any:
         """A number that is known when the program has run."""
-        in_part = self.loop_begins or self.differentiating  # of a loop's body, of a backward pass
-        if in_part or not self.items.is_number(tensor):
+        if not self._has_item(tensor):
             self.refuse(executor.ITEM)
         if self.items.types_matter:
             self.refuse(
@@ -392,8 +391,14 @@ class StepTrace(TracingProgram):
         self.touched(tensor)
         return self.items.of(tensor)
 
+    def _has_item(self, tensor: Any) -> bool:
+        """Whether the program may give a number: not in a loop's body, nor in a backward pass of
+        its own."""
+        in_part = self.loop_begins or self.differentiating
+        return not in_part and self.items.is_number(tensor)
+
     def printed_text(self, tensor: Any, frame: Any, spec: str) -> str | None:
-        if self.loop_begins or self.differentiating or not self.items.is_number(tensor):
+        if not self._has_item(tensor):
             return None
         number = self.items.of(tensor.detach())
         return marked(frame, number.node, lambda value: format(value, spec))
@@ -447,11 +452,17 @@ class StepTrace(TracingProgram):
             "Keep the value on the devices (torch.where, a tensor in place of a number), return it "
             "from the step and look at it there, or move this line out of the compiled function"
         )
-        self.refused = DataDependentError(
-            f"{what} needs a value that doesn't exist while the step is compiled"
-            f"{user_line()}\n{way}"
+        self.refuse_with(
+            DataDependentError(
+                f"{what} needs a value that doesn't exist while the step is compiled"
+                f"{user_line()}\n{way}"
+            )
         )
-        raise self.refused
+
+    def refuse_with(self, error: DataDependentError) -> NoReturn:
+        """Refuse the step, also if its Python catches the error."""
+        self.refused = error
+        raise error
 
     # --- internals ----------------------------------------------------------------------------
 

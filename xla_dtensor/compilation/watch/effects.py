@@ -89,10 +89,8 @@ class Effect:
 
     def concerns(self, path: str) -> bool:
         """Whether what is called ``path`` in messages is a part of what has changed."""
-        named = isinstance(self.place, _BY_NAME)
-        return any(
-            path.startswith(name) for name in (self.labels() if named else (self.place.path,))
-        )
+        names = self.labels() if isinstance(self.place, _BY_NAME) else {self.place.path}
+        return any(map(path.startswith, names))
 
     def grows(self) -> bool:
         """Whether a list or a dict has got other keys, or lost some."""
