@@ -44,6 +44,15 @@ TPU: dict[str, dict[str, Any]] = {
         "xla_enable_async_all_gather": True,
         "xla_enable_async_all_reduce": True,
     },
+    # Products in a ring: of what a device has while it gets the next piece. By itself libtpu
+    # chooses these for large products.
+    "no collective matmul": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+    "collective matmul": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 0},
+    "of sums, too": {
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 0,
+        "xla_tpu_enable_windowed_einsum_for_all_gather": True,
+        "xla_tpu_enable_windowed_einsum_for_reduce_scatter": True,
+    },
 }
 _PIPELINED = {
     "xla_gpu_enable_pipelined_all_gather": True,

@@ -20,8 +20,8 @@ from xla_dtensor.layouts.prices import (
     BY_BYTES,
     BY_TIME,
     COMPILED_FOR_GPUS,
-    SLOW,
-    toll,
+    COMPILED_FOR_TPUS,
+    Prices,
 )
 from xla_dtensor.planning.collectives import collective_traffic
 from xla_dtensor.plans.pin import pin
@@ -200,6 +200,30 @@ def test_what_crosses_the_slow_network_is_a_shard() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("width", "prices", "is_narrow"),
+    [
+        (256, BY_BYTES, True),
+        (256, COMPILED_FOR_TPUS, False),  # 64 of 256 columns would be sent as 128
+        (512, COMPILED_FOR_TPUS, True),
+        (64, COMPILED_FOR_TPUS, True),  # whole it is filled up, too
+    ],
+)
+def test_a_tables_gradient_goes_between_slices_in_whole_vectors(
+    width: int, prices: Prices, is_narrow: bool
+) -> None:
+    both, sharded = (("dp", "tp"), ()), (("tp",), ())
+    tokens, rows = 16384, 4096
+
+    def gradient(index: Any, given: Any) -> Any:
+        return jnp.zeros((rows, width)).at[index[:, 0].astype(int)].add(given)
+
+    given = [((tokens, 1), both), ((tokens, width), both)]
+    found = choice(gradient, given, sharded, (0, 1), slow={"dp": 1}, prices=prices)
+    exchanged = [move for move in moves(found) if move[:2] == ("all-to-all", ("tp",))]
+    assert bool(exchanged) == is_narrow
+
+
 def test_a_weight_is_gathered_across_before_it_is_inside() -> None:
     batch, weight = ((ROWS, IN), (("tp", "dp"), ())), ((IN, OUT), (("dp",), ("tp",)))
     sizes = {"tp": SIZES["tp"], "dp": SIZES["dp"]}
@@ -226,8 +250,10 @@ def test_no_dim_is_cut_into_more_than_it_has() -> None:
     assert of_rows[0] == ("dp",)
 
 
-def test_tolls() -> None:
-    assert toll([(4, 4), (2, 2)]) == 1
-    assert toll([(2, 1)]) == SLOW == toll([(2, 1), (4, 1)])
-    assert toll([(2, 1), (4, 4)]) == 1 + SLOW / 4  # a quarter goes across
-    assert toll([(8, 4)]) == 1 + SLOW / 4  # of one axis, too
+@pytest.mark.parametrize("prices", [BY_BYTES, COMPILED_FOR_TPUS])
+def test_tolls(prices: Prices) -> None:
+    slow = prices.slow
+    assert prices.toll([(4, 4), (2, 2)]) == 1
+    assert prices.toll([(2, 1)]) == slow == prices.toll([(2, 1), (4, 1)])
+    assert prices.toll([(2, 1), (4, 4)]) == 1 + slow / 4  # a quarter goes across
+    assert prices.toll([(8, 4)]) == 1 + slow / 4  # of one axis, too

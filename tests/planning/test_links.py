@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xla_dtensor.mesh.device_order import Extent
 from xla_dtensor.planning.collectives import HloCollective, Part
 from xla_dtensor.planning.links import Lane, Switched, Torus, links
 from xla_dtensor.planning.program_text import Shaped
 from xla_dtensor.runtime.chips import CHIPS, GPUS
 
 V5E, H100 = CHIPS["v5e"], GPUS["h100"]
-LINE, RING = Lane((False,), V5E), Lane((True,), V5E)
+LINE, RING = Lane((Extent(4, False),), V5E), Lane((Extent(4, True),), V5E)
 MB = 10**6
 
 
@@ -29,7 +30,7 @@ def test_the_links_are_the_tables() -> None:
     # 400 GB/s over four links in both directions; 1200 over six.
     assert V5E.link == 50e9 and CHIPS["v5p"].link == 100e9
     assert RING.bandwidth == 100e9 and LINE.bandwidth == 50e9
-    assert Lane((True, True), V5E).bandwidth == 200e9
+    assert Lane((Extent(4, True), Extent(4, True)), V5E).bandwidth == 200e9
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,29 @@ def test_in_a_torus(kind: str, lanes: list[Lane], expected: float) -> None:
     over = Torus(dict(zip(names, lanes, strict=True)))
     groups = ((0, 1), (1, 0)) if kind == "collective-permute" else ((0, 1, 2, 3),)
     assert over.seconds(collective(kind, 4 * MB, groups, names, 4)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        # A ring of 16: of 8 devices' results half go to the other 8, over two links each way.
+        ([Extent(16, True)], 8 / 2 * MB / (2 * 50e9)),
+        # A line has one link there.
+        ([Extent(8, False)], 4 / 2 * MB / 50e9),
+        # Each row of a torus of 16 x 16 has a ring of its own: 8 * 16 devices' over 2 * 16 links.
+        ([Extent(16, True), Extent(16, True)], 8 * 16 / 2 * MB / (2 * 16 * 50e9)),
+        # The longest axis is the slowest.
+        ([Extent(16, True), Extent(2, False)], 8 * 2 / 2 * MB / (2 * 2 * 50e9)),
+    ],
+)
+def test_an_exchange_crosses_the_middle_of_each_axis(axes: list[Extent], expected: float) -> None:
+    size = int(np.prod([axis.length for axis in axes]))
+    one = collective("all-to-all", MB, (tuple(range(size)),), ("dp",))
+    assert Torus({"dp": Lane(tuple(axes), V5E)}).seconds(one) == pytest.approx(expected)
+    # As two dims of a mesh it is the same.
+    apart = {str(i): Lane((axis,), V5E) for i, axis in enumerate(axes)}
+    both = collective("all-to-all", MB, (tuple(range(size)),), (*apart,))
+    assert Torus(apart).seconds(both) == pytest.approx(expected)
 
 
 def test_nothing_moves_in_a_group_of_one() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import xla_dtensor as xd
 from tests.planning.test_links import MB, collective
 from tests.planning.tpus import needs_libtpu
+from xla_dtensor.mesh.device_order import Extent
 from xla_dtensor.planning import Report
 from xla_dtensor.planning.collectives import HloCollective, collectives
 from xla_dtensor.planning.links import Lane, Slices, Torus, slow_bytes
@@ -111,7 +112,7 @@ def test_forms_of_targets(target: str, kind: str, ours: str, groups: Any, dims: 
 def test_what_has_to_come_in() -> None:
     # A host of v5e has two cards of 100 Gb/s for 8 chips.
     assert V5E.network == 200e9 / 8 / 8 and CHIPS["v6e"].network == 4 * 200e9 / 8 / 8
-    over = Slices(Torus({"tp": Lane((True,), V5E)}), V5E, [0, 0, 0, 0, 1, 1, 1, 1])
+    over = Slices(Torus({"tp": Lane((Extent(4, True),), V5E)}), V5E, [0, 0, 0, 0, 1, 1, 1, 1])
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
     one = collective("all-reduce", 8 * MB, pairs, ("slice",))
     between = HloCollective("all-reduce", 1, one.parts, ("slice",), 2, pairs, "r", True)
@@ -130,7 +131,7 @@ def test_the_network_runs_beside_the_links() -> None:
     program = HloText(text('"{1,2}x{0:3}"', given="f32[4,128]"))
     names = ("slice", "dp", "tp")
     moved = collectives(program, (2, 2, 2), names, DEVICES)
-    lanes = {name: Lane((True,), V5E) for name in names[1:]}
+    lanes = {name: Lane((Extent(2, True),), V5E) for name in names[1:]}
     over = Slices(Torus(lanes), V5E, [0] * 4 + [1] * 4)
     inside, between = map(over.seconds, moved)
     made = schedule(program, moved, over, V5E, {})

@@ -97,8 +97,30 @@ class AxisToChoose:
     ) -> bool:
         if self._barred.get((kind, self._unit)) == factor:
             return False
+        number = self._some[kind]
         is_behind = self._is_behind(factor, operands, results)
-        return is_behind and self._is_taken(self._some[kind], factor)
+        return is_behind and self._is_taken(number, factor) and not self._is_filled(number, factor)
+
+    def _is_filled(self, number: int, factor: Factor) -> bool:
+        """Whether a table's gradient, which is summed over slices or hosts, would be cut to rows
+        that are filled up on the way (`Prices.lanes`), and nothing else of its shape is."""
+        choice = self._choice
+        equation = choice.graph.nodes[number].equation
+        if not choice.slow or equation is None or equation.primitive.name != "scatter-add":
+            return False
+        group = choice.graph.group(choice.graph.nodes[number].results[0])
+        last = len(equation.outvars[0].aval.shape) - 1
+        if group is None or last < 0 or factor.results.get(0) != last:
+            return False
+        length = group.shape[last]
+        devices = self.size * choice.size(choice.others(group, self._unit)[last])
+        if length < self.prices.lanes or length >= self.prices.lanes * devices:
+            return False
+        return not any(
+            other.known is not None and self.own(other.known) == last
+            for other in choice.graph.groups()
+            if other.shape == group.shape
+        )
 
     def _is_taken(self, number: int, factor: Factor) -> bool:
         """Whether an operation that is called on shards takes its tensors so, if this axis cuts it

@@ -22,7 +22,6 @@ from xla_dtensor.layouts.prices import (
     is_all_reduce,
     is_moved,
     local_bytes,
-    toll,
 )
 from xla_dtensor.layouts.solving.integer_program import AxisChoice
 
@@ -338,7 +337,7 @@ class Choice:
 
     def toll(self, axes: Unit) -> float:
         """What a byte costs along axes."""
-        return toll((self.sizes[axis], self.inside((axis,))) for axis in axes)
+        return self.prices.toll((self.sizes[axis], self.inside((axis,))) for axis in axes)
 
     def is_first(self, one: Unit, other: Unit, is_result: bool) -> bool:
         """Whether what moves along both moves along ``one`` first. Over the slow network goes what

@@ -11,7 +11,7 @@ from xla_dtensor.layouts.choice import Choice, Unit, units_of
 from xla_dtensor.layouts.graph import Graph
 from xla_dtensor.layouts.memory import Alive, Point
 from xla_dtensor.layouts.parts import DimAxes, dim_axes
-from xla_dtensor.layouts.prices import BY_BYTES, COMPILED_FOR_GPUS, Prices
+from xla_dtensor.layouts.prices import BY_BYTES, COMPILED_FOR_GPUS, COMPILED_FOR_TPUS, Prices
 from xla_dtensor.layouts.solving.integer_program import AxisChoice
 from xla_dtensor.mesh import Frame
 from xla_dtensor.mesh.domains import slow_axes
@@ -60,8 +60,8 @@ def choose_for(
     required = [axes(v, sharding) for v, sharding in zip(jaxpr.outvars, results, strict=True)]
     given = [v for v, is_argument in zip(jaxpr.constvars, arguments, strict=True) if is_argument]
     devices = frame.jax_mesh.devices
-    on_gpus = devices.flat[0].platform == "gpu"
-    prices = COMPILED_FOR_GPUS if on_gpus else BY_BYTES
+    by_platform = {"gpu": COMPILED_FOR_GPUS, "tpu": COMPILED_FOR_TPUS}
+    prices = by_platform.get(devices.flat[0].platform, BY_BYTES)
     own = jaxpr, known, required, frame.sizes, given, elsewhere
     return next(choices(*own, [memory], prices, slow=slow_axes(devices, frame.sizes)))
 

@@ -68,12 +68,16 @@ class Prices:
         all_reduce, reduce_scatter: of each byte; of other kinds it is 1.
         kept: of each byte of state that a device reads or writes in its memory. `xd.tune` alone
             looks at it, as it alone says how state lies.
+        slow: what a byte costs along an axis that leaves a slice or a host, next to one inside.
+        lanes: elements to which shorter rows are filled up where they lie, and on slow links.
     """
 
     startup: float = 500.0
     all_reduce: float = 1.0
     reduce_scatter: float = 1.0
     kept: float = 0.0
+    slow: float = 8.0
+    lanes: int = 1
 
     def of(self, move: tuple[str, float] | None, each: float = 1.0) -> float:
         """Of a collective.
@@ -88,9 +92,24 @@ class Prices:
         per_byte = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter}
         return self.startup + nbytes * each * per_byte.get(kind, 1.0)
 
+    def toll(self, along: Iterable[tuple[int, int]]) -> float:
+        """What a byte of a collective costs along several axes: what is summed inside of slices
+        first goes in parts between them.
+
+        Args:
+            along: of each axis how many devices it has, and how many of them are in one slice.
+        """
+        along = list(along)
+        inside = math.prod(own for _, own in along)
+        if all(own == size for size, own in along):
+            return 1.0
+        return self.slow if inside == 1 else 1.0 + self.slow / inside
+
 
 BY_BYTES = Prices()
-"""By the bytes of results; a sum that is cut costs what XLA's CPU compiler makes of it, a sum."""
+"""By the bytes of results; a sum that is cut costs what XLA's CPU compiler makes of it, a sum. A
+byte that leaves a host counts as eight: an H100 has 450 GB/s of NVLink and 50 of its network
+card."""
 
 COMPILED_FOR_GPUS = Prices(reduce_scatter=0.99)
 """A reduce-scatter costs a little less than a sum on GPUs, so that a sum is cut where it is made,
@@ -98,29 +117,15 @@ and no cast is between the two, behind which the GPU's compiler sees no reduce-s
 sees it there too. Of a product whose result is cut it makes a ring of pieces instead, which moves a
 sum's bytes."""
 
+COMPILED_FOR_TPUS = Prices(slow=32.0, lanes=128)
+"""A v5e has 100 GB/s along a ring and 3 between slices, a v5p 200 and 6. A TPU's vectors have 128
+lanes, and libtpu sends arrays between slices as they lie: 16 columns of a table's gradient, which
+256 chips shared, took eight times their bytes."""
+
 BY_TIME = Prices(startup=200_000.0, all_reduce=2.0, kept=1 / 8)
 """By the time that links of accelerators take: two microseconds at 100 GB/s before anything comes,
 and a sum that all get whole goes along them twice. A byte in memory takes an eighth: an H100 reads
 3,350 GB/s and its links have 450, a v5p 2,765 and a ring of it 200, a v5e 819 and 100."""
-
-
-SLOW = 8.0
-"""What a byte costs along an axis that leaves a slice or a host, of what it costs inside: an H100
-has 450 GB/s of NVLink and 50 of its network card, a v5e 100 along a ring and 3."""
-
-
-def toll(along: Iterable[tuple[int, int]]) -> float:
-    """What a byte of a collective costs along several axes: what is summed inside of slices first
-    goes in parts between them.
-
-    Args:
-        along: of each axis how many devices it has, and how many of them are in one slice.
-    """
-    along = list(along)
-    inside = math.prod(own for _, own in along)
-    if all(own == size for size, own in along):
-        return 1.0
-    return SLOW if inside == 1 else 1.0 + SLOW / inside
 
 
 def exchanged(factor: Factor, result: Group, nbytes: float, size: int) -> float:

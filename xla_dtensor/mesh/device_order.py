@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,9 +135,17 @@ def mean_hops(devices: np.ndarray, links: Sequence[Any] | None = None) -> tuple[
     return tuple(found)
 
 
-def extents(devices: np.ndarray) -> tuple[tuple[bool, ...], ...]:
-    """For each dim of a mesh the axes of the torus that it extends along, each by whether the dim
-    has the whole axis and the axis is a ring; of several slices those of each.
+class Extent(NamedTuple):
+    """How far a mesh dim goes along an axis of a torus: over how many devices, and whether these
+    are a ring."""
+
+    length: int
+    is_ring: bool
+
+
+def extents(devices: np.ndarray) -> tuple[tuple[Extent, ...], ...]:
+    """For each dim of a mesh the axes of the torus that it extends along; of several slices those
+    of each. It goes around a ring where it has the whole axis and that is one.
 
     Args:
         devices: TPU devices in the mesh's shape.
@@ -151,7 +159,7 @@ def extents(devices: np.ndarray) -> tuple[tuple[bool, ...], ...]:
         sizes = [len(set(first[:, axis].tolist())) for axis in range(coords.shape[-1])]
         found.append(
             tuple(
-                ring and size == n
+                Extent(size, ring and size == n)
                 for size, n, ring in zip(sizes, box, closed, strict=True)
                 if size > 1
             )

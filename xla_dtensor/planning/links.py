@@ -43,19 +43,29 @@ class Lane:
     """The links that a mesh dim's devices talk over, in a torus.
 
     Attributes:
-        axes: for each axis of the torus that the dim extends along whether it closes to a ring. A
-            ring is used in both directions by every device; at the end of a line a device has one
-            link.
+        axes: those of the torus that the dim extends along.
         chip: what the links are of.
     """
 
-    axes: tuple[bool, ...]
+    axes: tuple[device_order.Extent, ...]
     chip: Chip
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second that come in at the device that has the fewest links."""
-        return self.chip.link * sum(2 if ring else 1 for ring in self.axes)
+        return sum(map(self.along, self.axes))
+
+    def along(self, axis: device_order.Extent) -> float:
+        """Of these what comes in along an axis. A ring is used in both directions by every device;
+        at the end of a line a device has one link."""
+        return self.chip.link * (2 if axis.is_ring else 1)
+
+    def exchange(self, nbytes: float) -> float:
+        """Seconds that an exchange of so many bytes of each device takes at the least: half of them
+        go from one half of an axis to the other, in both directions (the book's section on
+        AllToAll: of axes of one size the bytes of all times an axis' length, divided by four times
+        the devices)."""
+        return max(nbytes * axis.length / 4 / self.along(axis) for axis in self.axes)
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class Torus:
         if size < 2 or not bandwidth:
             return 0.0
         if kind in ("all-to-all", "ragged-all-to-all"):
-            return result * size / 4 / bandwidth
+            return max(lane.exchange(result) for lane in lanes if lane.axes)
         if kind in _LACKS:
             return _LACKS[kind](result, size, 1) / bandwidth
         return result / lanes[0].chip.link

@@ -38,7 +38,6 @@ from xla_dtensor.layouts.prices import (
     collective,
     exchanged,
     is_all_reduce,
-    toll,
 )
 from xla_dtensor.layouts.solving.eliminate import Sum
 from xla_dtensor.layouts.solving.highs import IntegerProgram
@@ -232,7 +231,7 @@ class AxisChoice:
             if option.exchanges and results[0] is not None:
                 nbytes = self._axis.local_bytes(results[0])
                 moved = exchanged(option, results[0], nbytes, self._axis.size)
-                each = toll([(self._axis.size, self._axis.inside)])
+                each = self._axis.prices.toll([(self._axis.size, self._axis.inside)])
                 costs[i] += self._axis.prices.of(("collective-permute", moved), each)
         folds, ends = self._graph.folds, list[_End]()
         seen: set[Any] = set()
@@ -308,7 +307,9 @@ class AxisChoice:
 
     def _paid(self, end: _End, before: State, *moved: Any, along: Any) -> float:
         part = end.part if before == SUM else 1.0
-        return part * self._axis.prices.of(collective(before, *moved), toll(along))
+        return part * self._axis.prices.of(
+            collective(before, *moved), self._axis.prices.toll(along)
+        )
 
     # --- what is left of it -------------------------------------------------------------------
 
