@@ -13,6 +13,7 @@ import pytest
 import torch
 from jax.experimental import mesh_utils
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import xla_dtensor as xd
 from tests.mesh.test_device_order import chips
@@ -137,3 +138,20 @@ def test_tensor_parallelism_across_slices_is_told() -> None:
             xd.init_device_mesh("xla", (1, 8), mesh_dim_names=("replicate", "shard"))
             mesh = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("dp", "tp"))
             assert mesh["tp"].size() == 4  # what is cut from it isn't told of
+
+
+@pytest.mark.parametrize("names", [None, ("rows", "x")])
+def test_parallelize_module_across_slices_is_told_once(names: tuple[str, ...] | None) -> None:
+    with xd.abstract("cpu:4*2"):
+        whole = DeviceMesh("xla", torch.arange(8))
+        inside = xd.init_device_mesh("xla", (2, 4), mesh_dim_names=("rows", "x"))["x"]
+        mesh = whole if names is None else DeviceMesh("xla", torch.arange(8), mesh_dim_names=("x",))
+        told = f"its '{'dim 0' if names is None else 'x'}' lies across them"
+        for on, expected in ((inside, 0), (mesh, 1)):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("default")
+                layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+                for layer in layers:
+                    parallelize_module(layer, on, ColwiseParallel())
+            lines = [(w.filename, told in str(w.message)) for w in found]
+            assert lines == [(__file__, True)] * expected

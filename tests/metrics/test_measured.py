@@ -149,6 +149,9 @@ def test_values_are_numbers(mesh_2x4: DeviceMesh, told: Told) -> None:
     }
     with pytest.raises(ValueError, match="shape"):
         metrics.after_step(2, loss=torch.ones(2))
+    for value in ("abc", None, [1.0]):
+        with pytest.raises(TypeError, match=r"after_step\(loss=.*give a number"):
+            metrics.after_step(2, loss=value)
 
 
 def test_nothing_is_kept_alive(told: Told) -> None:

@@ -77,8 +77,23 @@ def test_what_is_none_of_these() -> None:
         xd.metrics.to(3)
     with pytest.raises(TypeError, match=r"what xd\.compile has returned"):
         xd.metrics.to(print, step=lambda: None)
-    with pytest.raises(ValueError, match="every=0"):
-        xd.metrics.to(print, every=0)
+    for every in (0, 2.5):
+        with pytest.raises(ValueError, match=f"every={every}.*whole number"):
+            xd.metrics.to(print, every=every)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a folder; give a file's name, .*metrics\.jsonl"):
+        xd.metrics.to(tmp_path)
+
+
+def test_names_that_lines_have(tmp_path: Path) -> None:
+    metrics = xd.metrics.to(tmp_path / "run.jsonl", every=1)
+    with pytest.raises(ValueError, match=r"after_step\(time=...\): each line has a 'time'"):
+        metrics.after_step(1, time=3.0)
+    metrics.after_step(2, seconds=3.0)
+    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert json.loads(line)["seconds"] == 3
 
 
 def test_a_full_disk_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

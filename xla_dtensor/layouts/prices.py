@@ -117,10 +117,10 @@ and no cast is between the two, behind which the GPU's compiler sees no reduce-s
 sees it there too. Of a product whose result is cut it makes a ring of pieces instead, which moves a
 sum's bytes."""
 
-COMPILED_FOR_TPUS = Prices(slow=32.0, lanes=128)
-"""A v5e has 100 GB/s along a ring and 3 between slices, a v5p 200 and 6. A TPU's vectors have 128
-lanes, and libtpu sends arrays between slices as they lie: 16 columns of a table's gradient, which
-256 chips shared, took eight times their bytes."""
+COMPILED_FOR_TPUS = Prices(slow=64.0, lanes=128)
+"""A v5e has 200 GB/s along the two axes of its slice and 3 between slices, a v5p 600 and 6. A TPU's
+vectors have 128 lanes, and libtpu sends arrays between slices as they lie: 16 columns of a table's
+gradient, which 256 chips shared, took eight times their bytes."""
 
 BY_TIME = Prices(startup=200_000.0, all_reduce=2.0, kept=1 / 8)
 """By the time that links of accelerators take: two microseconds at 100 GB/s before anything comes,

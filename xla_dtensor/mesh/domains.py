@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,17 +91,30 @@ def slow_axes(devices: Any, sizes: Mapping[str, int]) -> dict[str, int]:
     return {name: n for name, n in zip(sizes, own, strict=True) if n < sizes[name]}
 
 
-def warn_of_crossing(names: Sequence[str], shape: Sequence[int], devices: Sequence[Any]) -> None:
-    """Tell whoever makes a mesh that one of its dims, by its name of tensor parallelism, leaves a
-    domain: what every layer moves would go over the slow network."""
-    if not _CHATTY & set(names):
+_told: dict[Any, Any] = {}  # as Python's registries of modules: a line is told once
+
+
+def warn_of_crossing(
+    names: Sequence[str],
+    shape: Sequence[int],
+    devices: Sequence[Any],
+    chatty: Collection[str] = _CHATTY,
+) -> None:
+    """Tell whoever makes a mesh that one of its dims leaves a domain: what every layer moves would
+    go over the slow network.
+
+    Args:
+        names, shape, devices: the mesh.
+        chatty: the dims that this is about; those of the usual names of tensor parallelism.
+    """
+    if not set(chatty) & set(names):
         return
     numbers = domains(devices)
     count = len(set(numbers))
     if count == 1:
         return
     every = zip(names, shape, inside(np.array(numbers).reshape(shape)), strict=True)
-    bad = [name for name, size, own in every if own < size and name in _CHATTY]
+    bad = [name for name, size, own in every if own < size and name in chatty]
     if bad:
         what = "GPUs' hosts (or racks)" if devices[0].platform == "gpu" else "slices"
         message = (
@@ -113,4 +126,4 @@ def warn_of_crossing(names: Sequence[str], shape: Sequence[int], devices: Sequen
         )
         frame = user_frame()
         file, line = ("", 0) if frame is None else (frame.filename, frame.lineno or 0)
-        warnings.warn_explicit(message, UserWarning, file, line)
+        warnings.warn_explicit(message, UserWarning, file, line, registry=_told)

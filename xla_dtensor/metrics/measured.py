@@ -49,7 +49,7 @@ def to(where: Any, step: Any = None, *, every: int = 10, tokens: int | None = No
 
     Raises:
         TypeError: ``where`` is none of these, or ``step`` isn't compiled.
-        ValueError: ``every`` is less than 1.
+        ValueError: ``every`` is no whole number from 1 on, or ``where`` the name of a folder.
 
     Example::
 
@@ -108,8 +108,8 @@ class Metrics:
                 f"xd.metrics.to(step={step!r}): give what xd.compile has returned; a replayed step "
                 "or plain Python has no programs that could be looked at: leave it out"
             )
-        if every < 1:
-            raise ValueError(f"xd.metrics.to(every={every}): give 1 or more")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"xd.metrics.to(every={every}): give a whole number, 1 or more")
         self._sink, self._step, self._every, self._tokens = sink(where), step, every, tokens
         self._reports = weakref.WeakKeyDictionary[Any, _Report]()
         self._values: dict[str, Any] = {}
@@ -126,6 +126,7 @@ class Metrics:
                 last step are told.
 
         Raises:
+            TypeError: a value is neither a number nor a tensor.
             ValueError: a tensor has more than one element.
         """
         self._number, self._values = number, values
@@ -310,6 +311,8 @@ def _number(name: str, value: Any) -> float:
             )
         value = value.detach()
         value = value.full_tensor().item() if hasattr(value, "full_tensor") else value.item()
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"after_step({name}={value!r}): give a number, or a tensor of one element")
     return float(value)
 
 

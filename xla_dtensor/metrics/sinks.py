@@ -24,6 +24,7 @@ def sink(where: Any) -> Sink:
 
     Raises:
         TypeError: it is none of these.
+        ValueError: it is the name of a folder.
     """
     if isinstance(where, str | os.PathLike):
         return JsonLines(Path(where))
@@ -55,15 +56,27 @@ class JsonLines:
 
     Args:
         path: of the file. Its folder is made.
+
+    Raises:
+        ValueError: it is a folder; or, when it is called, numbers have a name that each line has of
+            its own.
     """
 
     def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise ValueError(
+                f"xd.metrics.to({str(path)!r}): that is a folder; give a file's name, "
+                f"{str(path / 'metrics.jsonl')!r} for example"
+            )
         self._path, self._told = path, False
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, values: Mapping[str, float], step: int) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = {"step": step, "time": round(time.time(), 3), **numbers}
+        line: dict[str, float | None] = {"step": step, "time": round(time.time(), 3)}
+        for name in line.keys() & numbers.keys():
+            raise ValueError(f"after_step({name}=...): each line has a {name!r}; use another name")
+        line |= numbers
         try:
             start = "\n" if _is_torn(self._path) else ""
             with self._path.open("a") as file:

@@ -15,9 +15,11 @@ import jax
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.nn.parameter import is_lazy
 
+from xla_dtensor import runtime
 from xla_dtensor.base import executor
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.tables.cache import Cache
@@ -38,6 +40,7 @@ from xla_dtensor.forms.host_values import from_numpy, to_numpy
 from xla_dtensor.forms.storage import Storage
 from xla_dtensor.lowering.ops import random
 from xla_dtensor.mesh import frame_of, mesh_dim_axes, normalize_placements
+from xla_dtensor.mesh.domains import warn_of_crossing
 from xla_dtensor.movement import source_rank
 from xla_dtensor.movement.distribute import lay_out
 from xla_dtensor.movement.local_view import from_local
@@ -145,6 +148,14 @@ def _varies_outside(tensor: XLATensor, mesh: DeviceMesh) -> bool:
     return bool(tensor.varying) and not own & set(tensor._form.placed(frame_of(mesh)).varying)
 
 
+def _warn_of_tensor_parallelism(mesh: DeviceMesh) -> None:
+    """Where a dim over which ``parallelize_module`` cuts leaves a slice or a host, whatever it is
+    called."""
+    names = mesh.mesh_dim_names or tuple(f"dim {i}" for i in range(mesh.ndim))
+    devices = runtime.devices(mesh.mesh.flatten().tolist())
+    warn_of_crossing(names, mesh.shape, devices, names)
+
+
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -197,6 +208,8 @@ def distribute_module(
             f"distribute_module of a lazy module: {', '.join(shapeless)} have no shape before its "
             "first batch; call the module once, on any device, then distribute it"
         )
+    if isinstance(getattr(partition_fn, "__self__", None), ParallelStyle):
+        _warn_of_tensor_parallelism(mesh)
     shared = shared_slots(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
