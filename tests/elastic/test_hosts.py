@@ -85,6 +85,52 @@ def test_all_processes_of_a_host_raise(tmp_path: Path, how: str, code: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "processes", "words"),
+    [
+        ("exit", 1, "SystemExit: no data found by"),
+        ("other text", 1, "RuntimeError: process"),
+        ("diverge", 2, "DivergenceError: the processes don't do the same in their step"),
+    ],
+)
+def test_what_comes_again_ends_the_run(
+    tmp_path: Path, how: str, processes: int, words: str
+) -> None:
+    """Whatever its text says, and though processes are to blame together."""
+    process = started(tmp_path, how, processes)
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.terminate()  # one that would go on for ever
+    assert process.returncode == 1, output
+    assert len(calls(tmp_path)) == 2 * processes
+    assert "the training function has raised the same twice" in output
+    assert words in output.rpartition("isn't started again: ")[2]
+
+
+@pytest.mark.slow
+def test_an_exit_without_a_code_is_the_end(tmp_path: Path) -> None:
+    process = started(tmp_path, "exit 0", 2)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    assert len(calls(tmp_path)) == 2
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_exits_with_a_text(tmp_path: Path) -> None:
+    """The other one, which waits for it, ends at once."""
+    process = started(tmp_path, "one exits", 2)
+    try:
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.terminate()  # one that would go on for ever
+    assert process.returncode == 1, output
+    assert len(calls(tmp_path)) == 4
+    assert "has ended with SystemExit: no data found by" in output
+    assert "SystemExit: no data" in output.rpartition("isn't started again: ")[2]
+
+
+@pytest.mark.slow
 def test_somebody_else_has_started_it(tmp_path: Path) -> None:
     process = started(tmp_path, "always", **launch.torchrun_variables(0, 1, launch.free_port()))
     output, _ = process.communicate(timeout=200)

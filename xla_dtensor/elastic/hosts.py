@@ -35,14 +35,14 @@ from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
 from xla_dtensor.checkpoint.stopping import progress
 from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import distributed
+from xla_dtensor.runtime import distributed, heartbeats
 
 _log = logging.getLogger("xla_dtensor.elastic")
 
 _IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
 _START = "TORCHELASTIC_RESTART_COUNT"
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
-_PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure.json"
+_PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure_{}.json"
 _AT_EXIT = 5.0  # seconds
 _STOPPED = 75  # the exit code of a process that another one is to take the place of (EX_TEMPFAIL)
 
@@ -75,8 +75,9 @@ def run(
         endpoint: ``"host:port"`` at which they meet, one of them or another machine, on which
             ``python -m xla_dtensor.elastic PORT`` runs. Not needed for one host.
         processes_per_host: started on this host; each has a part of its devices.
-        restarts: how often the processes of this host may be lost. An exception that comes twice
-            in the same line, with no step done in between, isn't tried again on this host.
+        restarts: how often the processes of this host may be lost. An exception, or a
+            ``sys.exit`` with a text or a code, that comes twice in the same line, with no step done
+            in between, isn't tried again on this host.
         heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
         settle: seconds that hosts are waited for when there are enough, but not all; more than
             ``heartbeat_timeout``, or those that notice a loss last come when the rest has started.
@@ -136,8 +137,7 @@ def run(
         except ChildFailedError as error:
             raise DistributedError(_told(Path(folder), restarts)) from error
         except SignalException as error:
-            failure = _failure(Path(folder))
-            if failure.get("final"):
+            if _final(Path(folder)):
                 raise DistributedError(_told(Path(folder), restarts)) from error
             sys.exit(128 + error.sigval)
 
@@ -179,12 +179,16 @@ def _work(train: Callable[[int], Any]) -> None:
     try:
         distributed.initialize()
         train(len(jax.devices()))
-    except DistributedError:
-        raise  # of others
-    except Exception as error:
-        if folder is not None:
-            _note(Path(folder), error)
-        raise
+    except (Exception, SystemExit) as error:
+        is_end = isinstance(error, SystemExit) and error.code in (None, 0)
+        is_of_others = isinstance(error, DistributedError) and error.of_others
+        if folder is not None and not is_end:
+            if isinstance(error, SystemExit):
+                heartbeats.ends_with(error)  # as of other exceptions it does by itself
+            if not is_of_others:
+                _note(Path(folder), error)
+        if not is_end or folder is None or progress.stopped_by is None:
+            raise
     if folder is not None and progress.stopped_by is not None:
         # All stop together, the first of them because its agent wants to start again. The other
         # agents may not know that yet, and must not take it for the end of the training.
@@ -199,38 +203,52 @@ def _end_in(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _note(folder: Path, error: Exception) -> None:
+def _note(folder: Path, error: BaseException) -> None:
     """Keep an exception for the next start; end this host's agent if it is the last one's again."""
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-    found: dict[str, Any] = {"error": text, "line": line, "step": progress.step or 0}
-    found["start"] = os.environ.get(_START)
-    before = _failure(folder)
-    if before.get("final"):
+    found: dict[str, Any] = {"error": text, "kind": kind, "line": line}
+    found |= {"step": progress.step or 0, "start": os.environ.get(_START)}
+    found |= {"process": os.environ["LOCAL_RANK"]}
+    if _final(folder):
         return
-    is_same = (before.get("error"), before.get("line")) == (text, line)
-    # Another process of this start has mostly raised the same: that is not again.
-    is_again = is_same and before["start"] != found["start"]
-    found["final"] = is_again and found["step"] <= before["step"]
-    own = folder / f"{_FAILURE}.{os.getpid()}"
+    found["final"] = any(_is_again(found, note) for note in _notes(folder))
+    path = folder / _FAILURE.format(found["process"])
+    own = path.with_suffix(".new")
     own.write_text(json.dumps(found))
-    own.replace(folder / _FAILURE)  # of several processes one after the other
+    own.replace(path)  # others may read it at the same time
     if found["final"]:
         traceback.print_exception(error)
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def _failure(folder: Path) -> dict[str, Any]:
-    path = folder / _FAILURE
-    return json.loads(path.read_text()) if path.exists() else {}
+def _is_again(found: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether it is the same exception as one of an earlier start, with no step done in between."""
+    # A text may have a time, an address or the number of a process in it, so it isn't compared.
+    is_same = all(found[key] == before[key] for key in ("kind", "line"))
+    # Another process of this start has mostly raised the same: that is not again. One process's are
+    # of two starts, though their numbers are the same where hosts have come or gone in between.
+    is_earlier = found["process"] == before["process"] or found["start"] != before["start"]
+    return is_same and is_earlier and found["step"] <= before["step"]
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    """The last exception of each process of this host."""
+    return [json.loads(path.read_text()) for path in folder.glob(_FAILURE.format("*"))]
+
+
+def _final(folder: Path) -> list[dict[str, Any]]:
+    """Of these the one for which nothing is started again, if there is one."""
+    return [note for note in _notes(folder) if note["final"]]
 
 
 def _told(folder: Path, restarts: int) -> str:
-    failure, host = _failure(folder), socket.gethostname()
-    if failure.get("final"):
+    host, final = socket.gethostname(), _final(folder)
+    if final:
         return (
             f"the training function has raised the same twice on {host}, and isn't started again: "
-            f"{failure['error']}\n  at {failure['line']}"
+            f"{final[0]['error']}\n  at {final[0]['line']}"
         )
     return f"the processes of {host} have been lost {restarts} times, and aren't started again"
