@@ -196,6 +196,18 @@ class DistributedError(XlaDTensorError, RuntimeError):
         self.of_others = of_others
 
 
+class HostsError(DistributedError, ValueError):
+    """Raised by `elastic.run` for a number, a time or an endpoint with which no training could run:
+    the message says which, and what to give.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.elastic.run(print, hosts=(1, 4))  # where do they meet?
+    """
+
+
 class DivergenceError(DistributedError):
     """Raised where several processes are about to run different programs: all have to execute the
     same operations, on the same meshes, in the same order. The message has the operation and the

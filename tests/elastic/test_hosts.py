@@ -19,6 +19,7 @@ from tests.elastic.programs.training import expected, rows
 from tests.runtime.network import HostNetwork
 
 STEPS = 60
+LAUNCH = "xla_dtensor.elastic.hosts.launch_agent"
 
 
 @pytest.mark.parametrize(
@@ -27,14 +28,39 @@ STEPS = 60
         ({"hosts": 0}, "least, most"),
         ({"hosts": (3, 2)}, "least, most"),
         ({"hosts": (1, 4)}, "endpoint="),
+        ({"processes_per_host": 0}, r"processes_per_host=0\): give 1"),
+        ({"restarts": -1}, r"restarts=-1\): give 0"),
+        ({"grace": 0}, r"grace=0\): give a number of seconds above 0"),
+        ({"settle": -1.0}, r"settle=-1.0\): give"),
+        ({"heartbeat_timeout": 0}, r"heartbeat_timeout=0\): give"),
+        ({"heartbeat_timeout": float("inf")}, r"heartbeat_timeout=inf\): give"),
+        (
+            {"hosts": 2, "endpoint": "a:29500", "heartbeat_timeout": 20, "settle": 5},
+            "settle of more than heartbeat_timeout, such as 30",
+        ),
+        ({"hosts": 2, "endpoint": "host-b"}, 'give host:port, as "host-b:29500"'),
+        ({"hosts": 2, "endpoint": "host-b:"}, 'as "host-b:29500"'),
+        ({"hosts": 2, "endpoint": ":29500"}, "give host:port"),
+        ({"endpoint": "host-b:123456"}, 'as "host-b:29500"'),
     ],
 )
 def test_arguments_that_make_no_sense(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, object], words: str
 ) -> None:
+    """They raise where they are given, and nothing is started."""
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match=words):
+    monkeypatch.setattr(LAUNCH, lambda *_: pytest.fail("it is started"))
+    with pytest.raises(xd.HostsError, match=words):
         xd.elastic.run(lambda devices: None, **given)  # type: ignore[arg-type]
+
+
+def test_a_switch_that_no_process_could_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it may have been set after the import, which doesn't read it again."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("XLA_DTENSOR_START_TIMEOUT", "0")
+    monkeypatch.setattr(LAUNCH, lambda *_: pytest.fail("it is started"))
+    with pytest.raises(xd.HostsError, match="XLA_DTENSOR_START_TIMEOUT='0'"):
+        xd.elastic.run(lambda devices: None)
 
 
 def started(folder: Path, how: str, processes: int = 1, **variables: str) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -31,10 +32,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from xla_dtensor.base.config import Config
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
 from xla_dtensor.checkpoint.stopping import progress
-from xla_dtensor.errors import DistributedError
+from xla_dtensor.errors import DistributedError, HostsError
 from xla_dtensor.runtime import distributed, heartbeats
 
 _log = logging.getLogger("xla_dtensor.elastic")
@@ -79,14 +81,16 @@ def run(
             ``sys.exit`` with a text or a code, that comes twice in the same line, with no step done
             in between, isn't tried again on this host.
         heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
-        settle: seconds that hosts are waited for when there are enough, but not all; more than
-            ``heartbeat_timeout``, or those that notice a loss last come when the rest has started.
+        settle: seconds that hosts are waited for when there are enough, but not all; of several
+            hosts more than ``heartbeat_timeout``, or those that notice a loss last come when the
+            rest has started.
         grace: seconds that processes have to stop after a step, and save, when a host comes.
 
     Raises:
         DistributedError: there aren't enough hosts, or ``train`` fails again and again.
         SystemExit: a signal has come, with 128 and its number.
-        ValueError: a number makes no sense.
+        HostsError: a number makes no sense, the endpoint has no port, or an environment variable of
+            `xla_dtensor.config` has no such value. Nothing is started.
 
     Example::
 
@@ -104,12 +108,20 @@ def run(
     """
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
     if not 1 <= least <= most:
-        raise ValueError(f"elastic.run(hosts={hosts}): give how many there are, or (least, most)")
+        raise HostsError(f"elastic.run(hosts={hosts}): give how many there are, or (least, most)")
+    _check_numbers(processes_per_host, restarts, heartbeat_timeout, settle, grace)
+    if most > 1 and settle <= heartbeat_timeout:
+        raise HostsError(
+            f"elastic.run(settle={settle:g}, heartbeat_timeout={heartbeat_timeout:g}): hosts that "
+            "notice a loss last would come when the rest has started; give a settle of more than "
+            f"heartbeat_timeout, such as {1.5 * heartbeat_timeout:g}"
+        )
+    _check_endpoint(endpoint)
     if "RANK" in os.environ or jax.distributed.is_initialized():
         _work(train)
         return
     if endpoint is None and most > 1:
-        raise ValueError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
+        raise HostsError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace))
     config = LaunchConfig(
         min_nodes=least,
@@ -140,6 +152,45 @@ def run(
             if _final(Path(folder)):
                 raise DistributedError(_told(Path(folder), restarts)) from error
             sys.exit(128 + error.sigval)
+
+
+def _check_numbers(
+    processes_per_host: int, restarts: int, heartbeat_timeout: float, settle: float, grace: float
+) -> None:
+    """See that processes that are started with these could run.
+
+    Raises:
+        HostsError: they couldn't.
+    """
+    if processes_per_host < 1:
+        raise HostsError(f"elastic.run(processes_per_host={processes_per_host}): give 1 or more")
+    if restarts < 0:
+        raise HostsError(f"elastic.run(restarts={restarts}): give 0, for one start only, or more")
+    seconds = {"heartbeat_timeout": heartbeat_timeout, "settle": settle, "grace": grace}
+    for name, value in seconds.items():
+        if not 0 < value < math.inf:
+            raise HostsError(f"elastic.run({name}={value}): give a number of seconds above 0")
+    try:
+        # What the processes read when they import us, where an error would come in every start.
+        Config(os.environ | {_HEARTBEAT: str(heartbeat_timeout)})
+    except ValueError as error:
+        raise HostsError(f"elastic.run: no process could start: {error}") from None
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """See that an endpoint, where there is one, is a host and a port.
+
+    Raises:
+        HostsError: it isn't.
+    """
+    if endpoint is None:
+        return
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise HostsError(
+            f"elastic.run(endpoint={endpoint!r}): give host:port, as "
+            f'"{host or port or "host-a"}:29500", with a port that is free on that host'
+        )
 
 
 @contextlib.contextmanager
