@@ -85,6 +85,11 @@ class Hosts:
         for pid in _below(self._agents[name].pid):
             _kill(pid)
 
+    def lose_endpoint(self) -> None:
+        """Kill what keeps the store at which they meet."""
+        self._keeper.kill()
+        self._keeper.wait()
+
     def signal(self, name: str, number: int) -> None:
         os.kill(self._agents[name].pid, number)
 

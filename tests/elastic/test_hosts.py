@@ -211,6 +211,24 @@ def test_hosts_are_lost_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_endpoint_is_lost(tmp_path: Path) -> None:
+    """All end, and say what is lost with it; the next run begins with what is on the disk."""
+    program = ["tests.elastic.programs.training", str(tmp_path), "1000", "0.5"]
+    with Hosts(tmp_path, program, 2) as hosts:
+        for name in "ab":
+            hosts.start(name)
+        hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 2 * DEVICES)
+        hosts.lose_endpoint()
+        for name in "ab":
+            assert hosts.wait(name, 60) == 1
+            told = hosts.log(name).rpartition("DistributedError: ")[2]
+            assert f"doesn't reach the endpoint localhost:{hosts.port}" in told
+            assert "begins with the newest checkpoint on the disk" in told
+            assert f"python -m xla_dtensor.elastic {hosts.port} on a machine" in told
+            assert "RendezvousConnectionError" not in told
+
+
+@pytest.mark.slow
 def test_a_host_is_cut_off_from_the_network(tmp_path: Path) -> None:
     """The others go on; when it is back, it is taken in by itself."""
     try:

@@ -29,7 +29,10 @@ import jax
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from xla_dtensor.base.config import Config
@@ -74,8 +77,9 @@ def run(
     Args:
         train: called with the number of devices of all hosts.
         hosts: how many there have to be, and may be.
-        endpoint: ``"host:port"`` at which they meet, one of them or another machine, on which
-            ``python -m xla_dtensor.elastic PORT`` runs. Not needed for one host.
+        endpoint: ``"host:port"`` at which they meet: another machine, on which ``python -m
+            xla_dtensor.elastic PORT`` runs, or one of them, which is then the one that can't be
+            lost. Not needed for one host.
         processes_per_host: started on this host; each has a part of its devices.
         restarts: how often the processes of this host may be lost. An exception, or a
             ``sys.exit`` with a text or a code, that comes twice in the same line, with no step done
@@ -87,7 +91,8 @@ def run(
         grace: seconds that processes have to stop after a step, and save, when a host comes.
 
     Raises:
-        DistributedError: there aren't enough hosts, or ``train`` fails again and again.
+        DistributedError: there aren't enough hosts, ``train`` fails again and again, or the
+            endpoint's host is lost.
         SystemExit: a signal has come, with 128 and its number.
         HostsError: a number makes no sense, the endpoint has no port, or an environment variable of
             `xla_dtensor.config` has no such value. Nothing is started.
@@ -146,6 +151,8 @@ def run(
             launch_agent(config, sys.executable, sys.orig_argv[1:])
         except RendezvousClosedError:
             _log.warning("the hosts that meet at %s have come to their end", endpoint)
+        except (RendezvousConnectionError, dist.DistNetworkError) as error:
+            raise DistributedError(_unreached(config.rdzv_endpoint, error)) from None
         except ChildFailedError as error:
             raise DistributedError(_told(Path(folder), restarts)) from error
         except SignalException as error:
@@ -293,6 +300,18 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
 def _final(folder: Path) -> list[dict[str, Any]]:
     """Of these the one for which nothing is started again, if there is one."""
     return [note for note in _notes(folder) if note["final"]]
+
+
+def _unreached(endpoint: str, error: Exception) -> str:
+    why = str(error.__cause__ or error).splitlines()[0]
+    return (
+        f"{socket.gethostname()} doesn't reach the endpoint {endpoint}, where the hosts meet, and "
+        f"the run can't go on without it: {why}\nCopies of the state in the hosts' memory are "
+        "gone with the run, so the next one begins with the newest checkpoint on the disk: start "
+        "the script on all hosts again, with an endpoint that is there. To be able to lose any of "
+        f"the hosts, run python -m xla_dtensor.elastic {endpoint.rpartition(':')[2]} on a machine "
+        "that is none of them, which keeps the store apart, and give that as the endpoint"
+    )
 
 
 def _told(folder: Path, restarts: int) -> str:
