@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -208,6 +209,26 @@ def test_hosts_are_lost_and_come_back(tmp_path: Path) -> None:
     check(log)
     # A step that was in flight may be there twice; copies in memory lose no more.
     assert len(log) <= STEPS + 3 + 2 * 2
+
+
+@pytest.mark.slow
+def test_a_process_stands_still(tmp_path: Path) -> None:
+    """Its agent, which can't end it by SIGTERM, kills it after `grace`, and meets the others."""
+    program = ["tests.elastic.programs.training", str(tmp_path), "1000", "0.5"]
+    with Hosts(tmp_path, program, 2) as hosts:
+        for name in "ab":
+            hosts.start(name)
+        hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 2 * DEVICES)
+        stopped = time.time()
+        hosts.stop_process("b")
+        # A step may be in flight; that one is gone takes 5 s to be noticed.
+        hosts.wait_for(lambda log: log[-1][1] == 2 * DEVICES and log[-1][-1] > stopped + 3)
+        took = hosts.steps()[-1][-1] - stopped
+    starts = (tmp_path / "starts.jsonl").read_text().splitlines()
+    began = json.loads(starts[-1])[0] - stopped
+    # Noticed after 5 s, and 10 of grace; where torch's 30 s count these are 35. How long processes
+    # take from their beginning to a step is the machine's.
+    assert 5 < began < 30, f"begun again after {began:.1f} s, the next step after {took:.1f}"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from xla_dtensor.base import torch_private
 from xla_dtensor.base.config import Config
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
@@ -88,7 +89,8 @@ def run(
         settle: seconds that hosts are waited for when there are enough, but not all; of several
             hosts more than ``heartbeat_timeout``, or those that notice a loss last come when the
             rest has started.
-        grace: seconds that processes have to stop after a step, and save, when a host comes.
+        grace: seconds that processes have to stop after a step, and save, when a host comes; and to
+            end when one is lost. Those that haven't ended by then are killed.
 
     Raises:
         DistributedError: there aren't enough hosts, ``train`` fails again and again, or the
@@ -127,7 +129,6 @@ def run(
         return
     if endpoint is None and most > 1:
         raise HostsError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace))
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -142,7 +143,7 @@ def run(
         },
         max_restarts=restarts,
     )
-    with _folder() as folder:
+    with _folder() as folder, _closing_within(grace):
         os.environ[FOLDER] = folder
         os.environ[_HEARTBEAT] = str(heartbeat_timeout)
         # torch's agents keep the address of the first round's process 0, though it may be gone.
@@ -215,6 +216,24 @@ def _folder() -> Iterator[str]:
         fcntl.flock(file, fcntl.LOCK_EX)
         os.rename(file.name, Path(folder) / _LOCK)
         yield folder
+
+
+@contextlib.contextmanager
+def _closing_within(seconds: float) -> Iterator[None]:
+    """A block in which torch's agent kills processes that haven't ended so long after SIGTERM."""
+    close = torch_private.close_processes
+
+    def close_within(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: float = 0
+    ) -> None:
+        # Before it starts them again, the agent gives them 30 s, whatever it was told.
+        close(context, death_sig, seconds)
+
+    torch_private.replace("close_processes", close_within)
+    try:
+        yield
+    finally:
+        torch_private.replace("close_processes", close)
 
 
 def keep_store(port: int) -> dist.TCPStore:
