@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import jax
 import pytest
 
 import xla_dtensor as xd
@@ -18,6 +21,7 @@ from tests import launch
 from tests.elastic.hosts import DEVICES, Hosts
 from tests.elastic.programs.training import expected, rows
 from tests.runtime.network import HostNetwork
+from xla_dtensor.checkpoint.memory import FOLDER
 
 STEPS = 60
 LAUNCH = "xla_dtensor.elastic.hosts.launch_agent"
@@ -62,6 +66,37 @@ def test_a_switch_that_no_process_could_read(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LAUNCH, lambda *_: pytest.fail("it is started"))
     with pytest.raises(xd.HostsError, match="XLA_DTENSOR_START_TIMEOUT='0'"):
         xd.elastic.run(lambda devices: None)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (xd.DistributedError("process 1 is gone", of_others=True), False),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to 10.0.0.2:1234"), False),
+        (RuntimeError("a bad batch"), True),
+        (xd.DistributedError("process 1 has jax 0.9, process 0 has jax 0.10"), True),
+        (xd.DivergenceError("the processes don't do the same"), True),
+        (SystemExit("no data found"), True),
+        (SystemExit(3), True),
+        (SystemExit(0), False),
+        (SystemExit(), False),
+    ],
+)
+def test_which_errors_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException, is_kept: bool
+) -> None:
+    """Those that come of another process's loss don't, and those that will come again do."""
+    for name, value in launch.torchrun_variables(0, 1, launch.free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr("xla_dtensor.runtime.heartbeats._running", Mock())  # as of several
+
+    def train(devices: int) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        xd.elastic.run(train)
+    assert bool([*tmp_path.iterdir()]) == is_kept
 
 
 def started(folder: Path, how: str, processes: int = 1, **variables: str) -> subprocess.Popen[str]:
@@ -176,7 +211,8 @@ def test_a_signal_to_the_agent(tmp_path: Path, number: int) -> None:
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, output
     again, _ = started(tmp_path, "never").communicate(timeout=100)
-    done = [int(line.split()[-1]) for line in (output + again).splitlines() if "counted" in line]
+    # Not the line of the program that a traceback shows where the interrupt comes in print.
+    done = [int(found) for found in re.findall(r"counted to (\d+)$", output + again, re.M)]
     if number == signal.SIGTERM:
         assert done == [*range(4, 11)], done
     assert "done" in again

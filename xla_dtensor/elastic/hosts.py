@@ -258,11 +258,10 @@ def _work(train: Callable[[int], Any]) -> None:
         train(len(jax.devices()))
     except (Exception, SystemExit) as error:
         is_end = isinstance(error, SystemExit) and error.code in (None, 0)
-        is_of_others = isinstance(error, DistributedError) and error.of_others
         if folder is not None and not is_end:
             if isinstance(error, SystemExit):
                 heartbeats.ends_with(error)  # as of other exceptions it does by itself
-            if not is_of_others:
+            if not _is_of_others(error):
                 _note(Path(folder), error)
         if not is_end or folder is None or progress.stopped_by is None:
             raise
@@ -271,6 +270,14 @@ def _work(train: Callable[[int], Any]) -> None:
         # agents may not know that yet, and must not take it for the end of the training.
         _end_in(_AT_EXIT, _STOPPED)
         sys.exit(_STOPPED)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether it comes of another process's loss, and need not come again."""
+    if isinstance(error, DistributedError):
+        return error.of_others
+    # What asks the store of a process 0 that is gone gets JAX's own.
+    return isinstance(error, jax.errors.JaxRuntimeError) and heartbeats.is_of_transport(error)
 
 
 def _end_in(seconds: float, code: int) -> None:

@@ -190,6 +190,16 @@ _OF_TRANSPORT = (
 )
 
 
+def is_of_transport(error: BaseException | None) -> bool:
+    """Whether it is an error of JAX's that comes of another process's end, and doesn't name it."""
+    return (
+        _running is not None
+        and isinstance(error, RuntimeError)
+        and not isinstance(error, DistributedError)
+        and any(word in str(error) for word in _OF_TRANSPORT)
+    )
+
+
 class NamingTheLost:
     """A block in which an error of JAX's that comes of another process's end says whose.
 
@@ -203,12 +213,7 @@ class NamingTheLost:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         running, text = _running, str(error)
-        if (
-            running is None
-            or not isinstance(error, RuntimeError)
-            or isinstance(error, DistributedError)
-            or not any(word in text for word in _OF_TRANSPORT)
-        ):
+        if running is None or not is_of_transport(error):
             return
         # The main thread's error ends the process; another one's doesn't, so listening does.
         running.failing |= threading.current_thread() is threading.main_thread()
