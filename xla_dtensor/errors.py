@@ -180,11 +180,31 @@ class DistributedError(XlaDTensorError, RuntimeError):
     """Raised where several processes can't find each other, don't fit together, or one of them is
     gone: the message names the variable, the process and its host.
 
+    Attributes:
+        of_others: whether it is another process that is gone, or hasn't come; when all are started
+            again it need not come again. `xd.elastic.run` asks.
+
     Example::
 
         import xla_dtensor as xd
 
         xd.distributed.initialize("localhost:1234", num_processes=2, process_id=2)  # there are 0, 1
+    """
+
+    def __init__(self, *arguments: object, of_others: bool = False) -> None:
+        super().__init__(*arguments)
+        self.of_others = of_others
+
+
+class HostsError(DistributedError, ValueError):
+    """Raised by `elastic.run` for a number, a time or an endpoint with which no training could run:
+    the message says which, and what to give.
+
+    Example::
+
+        import xla_dtensor as xd
+
+        xd.elastic.run(print, hosts=(1, 4))  # where do they meet?
     """
 
 

@@ -85,6 +85,16 @@ class Hosts:
         for pid in _below(self._agents[name].pid):
             _kill(pid)
 
+    def stop_process(self, name: str) -> None:
+        """Have the processes of a host stand still, and not its agent."""
+        for pid in _below(self._agents[name].pid):
+            os.kill(pid, signal.SIGSTOP)
+
+    def lose_endpoint(self) -> None:
+        """Kill what keeps the store at which they meet."""
+        self._keeper.kill()
+        self._keeper.wait()
+
     def signal(self, name: str, number: int) -> None:
         os.kill(self._agents[name].pid, number)
 

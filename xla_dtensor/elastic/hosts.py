@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -26,23 +27,28 @@ from typing import Any
 
 import jax
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+)
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from xla_dtensor.base import torch_private
+from xla_dtensor.base.config import Config
 from xla_dtensor.base.source_line import is_users
 from xla_dtensor.checkpoint.memory import FOLDER
 from xla_dtensor.checkpoint.stopping import progress
-from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import distributed
+from xla_dtensor.errors import DistributedError, HostsError
+from xla_dtensor.runtime import distributed, heartbeats
 
 _log = logging.getLogger("xla_dtensor.elastic")
 
 _IN_MEMORY = "/dev/shm"  # where copies of the state are kept (`xla_dtensor.checkpoint.memory`)
 _START = "TORCHELASTIC_RESTART_COUNT"
 _HEARTBEAT = "XLA_DTENSOR_HEARTBEAT_TIMEOUT"
-_PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure.json"
+_PREFIX, _LOCK, _FAILURE = "xla_dtensor_elastic_", "lock", "failure_{}.json"
 _AT_EXIT = 5.0  # seconds
 _STOPPED = 75  # the exit code of a process that another one is to take the place of (EX_TEMPFAIL)
 
@@ -72,20 +78,26 @@ def run(
     Args:
         train: called with the number of devices of all hosts.
         hosts: how many there have to be, and may be.
-        endpoint: ``"host:port"`` at which they meet, one of them or another machine, on which
-            ``python -m xla_dtensor.elastic PORT`` runs. Not needed for one host.
+        endpoint: ``"host:port"`` at which they meet: another machine, on which ``python -m
+            xla_dtensor.elastic PORT`` runs, or one of them, which is then the one that can't be
+            lost. Not needed for one host.
         processes_per_host: started on this host; each has a part of its devices.
-        restarts: how often the processes of this host may be lost. An exception that comes twice
-            in the same line, with no step done in between, isn't tried again on this host.
+        restarts: how often the processes of this host may be lost. An exception, or a
+            ``sys.exit`` with a text or a code, that comes twice in the same line, with no step done
+            in between, isn't tried again on this host.
         heartbeat_timeout: seconds after which a process without a sign of life counts as lost.
-        settle: seconds that hosts are waited for when there are enough, but not all; more than
-            ``heartbeat_timeout``, or those that notice a loss last come when the rest has started.
-        grace: seconds that processes have to stop after a step, and save, when a host comes.
+        settle: seconds that hosts are waited for when there are enough, but not all; of several
+            hosts more than ``heartbeat_timeout``, or those that notice a loss last come when the
+            rest has started.
+        grace: seconds that processes have to stop after a step, and save, when a host comes; and to
+            end when one is lost. Those that haven't ended by then are killed.
 
     Raises:
-        DistributedError: there aren't enough hosts, or ``train`` fails again and again.
+        DistributedError: there aren't enough hosts, ``train`` fails again and again, or the
+            endpoint's host is lost.
         SystemExit: a signal has come, with 128 and its number.
-        ValueError: a number makes no sense.
+        HostsError: a number makes no sense, the endpoint has no port, or an environment variable of
+            `xla_dtensor.config` has no such value. Nothing is started.
 
     Example::
 
@@ -103,13 +115,20 @@ def run(
     """
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
     if not 1 <= least <= most:
-        raise ValueError(f"elastic.run(hosts={hosts}): give how many there are, or (least, most)")
+        raise HostsError(f"elastic.run(hosts={hosts}): give how many there are, or (least, most)")
+    _check_numbers(processes_per_host, restarts, heartbeat_timeout, settle, grace)
+    if most > 1 and settle <= heartbeat_timeout:
+        raise HostsError(
+            f"elastic.run(settle={settle:g}, heartbeat_timeout={heartbeat_timeout:g}): hosts that "
+            "notice a loss last would come when the rest has started; give a settle of more than "
+            f"heartbeat_timeout, such as {1.5 * heartbeat_timeout:g}"
+        )
+    _check_endpoint(endpoint)
     if "RANK" in os.environ or jax.distributed.is_initialized():
         _work(train)
         return
     if endpoint is None and most > 1:
-        raise ValueError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(grace))
+        raise HostsError(f'elastic.run(hosts={hosts}): give endpoint="host:port", where they meet')
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -124,7 +143,7 @@ def run(
         },
         max_restarts=restarts,
     )
-    with _folder() as folder:
+    with _folder() as folder, _closing_within(grace):
         os.environ[FOLDER] = folder
         os.environ[_HEARTBEAT] = str(heartbeat_timeout)
         # torch's agents keep the address of the first round's process 0, though it may be gone.
@@ -133,13 +152,53 @@ def run(
             launch_agent(config, sys.executable, sys.orig_argv[1:])
         except RendezvousClosedError:
             _log.warning("the hosts that meet at %s have come to their end", endpoint)
+        except (RendezvousConnectionError, dist.DistNetworkError) as error:
+            raise DistributedError(_unreached(config.rdzv_endpoint, error)) from None
         except ChildFailedError as error:
             raise DistributedError(_told(Path(folder), restarts)) from error
         except SignalException as error:
-            failure = _failure(Path(folder))
-            if failure.get("final"):
+            if _final(Path(folder)):
                 raise DistributedError(_told(Path(folder), restarts)) from error
             sys.exit(128 + error.sigval)
+
+
+def _check_numbers(
+    processes_per_host: int, restarts: int, heartbeat_timeout: float, settle: float, grace: float
+) -> None:
+    """See that processes that are started with these could run.
+
+    Raises:
+        HostsError: they couldn't.
+    """
+    if processes_per_host < 1:
+        raise HostsError(f"elastic.run(processes_per_host={processes_per_host}): give 1 or more")
+    if restarts < 0:
+        raise HostsError(f"elastic.run(restarts={restarts}): give 0, for one start only, or more")
+    seconds = {"heartbeat_timeout": heartbeat_timeout, "settle": settle, "grace": grace}
+    for name, value in seconds.items():
+        if not 0 < value < math.inf:
+            raise HostsError(f"elastic.run({name}={value}): give a number of seconds above 0")
+    try:
+        # What the processes read when they import us, where an error would come in every start.
+        Config(os.environ | {_HEARTBEAT: str(heartbeat_timeout)})
+    except ValueError as error:
+        raise HostsError(f"elastic.run: no process could start: {error}") from None
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    """See that an endpoint, where there is one, is a host and a port.
+
+    Raises:
+        HostsError: it isn't.
+    """
+    if endpoint is None:
+        return
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise HostsError(
+            f"elastic.run(endpoint={endpoint!r}): give host:port, as "
+            f'"{host or port or "host-a"}:29500", with a port that is free on that host'
+        )
 
 
 @contextlib.contextmanager
@@ -157,6 +216,24 @@ def _folder() -> Iterator[str]:
         fcntl.flock(file, fcntl.LOCK_EX)
         os.rename(file.name, Path(folder) / _LOCK)
         yield folder
+
+
+@contextlib.contextmanager
+def _closing_within(seconds: float) -> Iterator[None]:
+    """A block in which torch's agent kills processes that haven't ended so long after SIGTERM."""
+    close = torch_private.close_processes
+
+    def close_within(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: float = 0
+    ) -> None:
+        # Before it starts them again, the agent gives them 30 s, whatever it was told.
+        close(context, death_sig, seconds)
+
+    torch_private.replace("close_processes", close_within)
+    try:
+        yield
+    finally:
+        torch_private.replace("close_processes", close)
 
 
 def keep_store(port: int) -> dist.TCPStore:
@@ -179,17 +256,28 @@ def _work(train: Callable[[int], Any]) -> None:
     try:
         distributed.initialize()
         train(len(jax.devices()))
-    except DistributedError:
-        raise  # of others
-    except Exception as error:
-        if folder is not None:
-            _note(Path(folder), error)
-        raise
+    except (Exception, SystemExit) as error:
+        is_end = isinstance(error, SystemExit) and error.code in (None, 0)
+        if folder is not None and not is_end:
+            if isinstance(error, SystemExit):
+                heartbeats.ends_with(error)  # as of other exceptions it does by itself
+            if not _is_of_others(error):
+                _note(Path(folder), error)
+        if not is_end or folder is None or progress.stopped_by is None:
+            raise
     if folder is not None and progress.stopped_by is not None:
         # All stop together, the first of them because its agent wants to start again. The other
         # agents may not know that yet, and must not take it for the end of the training.
         _end_in(_AT_EXIT, _STOPPED)
         sys.exit(_STOPPED)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether it comes of another process's loss, and need not come again."""
+    if isinstance(error, DistributedError):
+        return error.of_others
+    # What asks the store of a process 0 that is gone gets JAX's own.
+    return isinstance(error, jax.errors.JaxRuntimeError) and heartbeats.is_of_transport(error)
 
 
 def _end_in(seconds: float, code: int) -> None:
@@ -199,38 +287,64 @@ def _end_in(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _note(folder: Path, error: Exception) -> None:
+def _note(folder: Path, error: BaseException) -> None:
     """Keep an exception for the next start; end this host's agent if it is the last one's again."""
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
     text = "".join(traceback.format_exception_only(error)).strip()
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "?"
-    found: dict[str, Any] = {"error": text, "line": line, "step": progress.step or 0}
-    found["start"] = os.environ.get(_START)
-    before = _failure(folder)
-    if before.get("final"):
+    found: dict[str, Any] = {"error": text, "kind": kind, "line": line}
+    found |= {"step": progress.step or 0, "start": os.environ.get(_START)}
+    found |= {"process": os.environ["LOCAL_RANK"]}
+    if _final(folder):
         return
-    is_same = (before.get("error"), before.get("line")) == (text, line)
-    # Another process of this start has mostly raised the same: that is not again.
-    is_again = is_same and before["start"] != found["start"]
-    found["final"] = is_again and found["step"] <= before["step"]
-    own = folder / f"{_FAILURE}.{os.getpid()}"
+    found["final"] = any(_is_again(found, note) for note in _notes(folder))
+    path = folder / _FAILURE.format(found["process"])
+    own = path.with_suffix(".new")
     own.write_text(json.dumps(found))
-    own.replace(folder / _FAILURE)  # of several processes one after the other
+    own.replace(path)  # others may read it at the same time
     if found["final"]:
         traceback.print_exception(error)
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def _failure(folder: Path) -> dict[str, Any]:
-    path = folder / _FAILURE
-    return json.loads(path.read_text()) if path.exists() else {}
+def _is_again(found: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether it is the same exception as one of an earlier start, with no step done in between."""
+    # A text may have a time, an address or the number of a process in it, so it isn't compared.
+    is_same = all(found[key] == before[key] for key in ("kind", "line"))
+    # Another process of this start has mostly raised the same: that is not again. One process's are
+    # of two starts, though their numbers are the same where hosts have come or gone in between.
+    is_earlier = found["process"] == before["process"] or found["start"] != before["start"]
+    return is_same and is_earlier and found["step"] <= before["step"]
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    """The last exception of each process of this host."""
+    return [json.loads(path.read_text()) for path in folder.glob(_FAILURE.format("*"))]
+
+
+def _final(folder: Path) -> list[dict[str, Any]]:
+    """Of these the one for which nothing is started again, if there is one."""
+    return [note for note in _notes(folder) if note["final"]]
+
+
+def _unreached(endpoint: str, error: Exception) -> str:
+    why = str(error.__cause__ or error).splitlines()[0]
+    return (
+        f"{socket.gethostname()} doesn't reach the endpoint {endpoint}, where the hosts meet, and "
+        f"the run can't go on without it: {why}\nCopies of the state in the hosts' memory are "
+        "gone with the run, so the next one begins with the newest checkpoint on the disk: start "
+        "the script on all hosts again, with an endpoint that is there. To be able to lose any of "
+        f"the hosts, run python -m xla_dtensor.elastic {endpoint.rpartition(':')[2]} on a machine "
+        "that is none of them, which keeps the store apart, and give that as the endpoint"
+    )
 
 
 def _told(folder: Path, restarts: int) -> str:
-    failure, host = _failure(folder), socket.gethostname()
-    if failure.get("final"):
+    host, final = socket.gethostname(), _final(folder)
+    if final:
         return (
             f"the training function has raised the same twice on {host}, and isn't started again: "
-            f"{failure['error']}\n  at {failure['line']}"
+            f"{final[0]['error']}\n  at {final[0]['line']}"
         )
     return f"the processes of {host} have been lost {restarts} times, and aren't started again"

@@ -289,7 +289,8 @@ def _connect(
         jax.distributed.initialize(**arguments)
     except Exception as error:
         raise DistributedError(
-            f"{_who(launch)} ({launch.launcher}) could not join the others at {address}: {error}"
+            f"{_who(launch)} ({launch.launcher}) could not join the others at {address}: {error}",
+            of_others=True,
         ) from error
 
 
@@ -317,7 +318,8 @@ def _table(launch: Launch, store: processes.Store) -> tuple[processes.Process, .
         if text is None:
             raise DistributedError(
                 f"{_who(launch)}: process {index} hasn't come within {config.start_timeout:g} "
-                "s (XLA_DTENSOR_START_TIMEOUT)"
+                "s (XLA_DTENSOR_START_TIMEOUT)",
+                of_others=True,
             )
         host, pid, facts = json.loads(text)
         table.append(processes.Process(index, host, pid, facts))

@@ -149,19 +149,23 @@ def start(timeout: float) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
-        assert _running is not None
-        # At a prompt an exception ends nothing.
-        if not _running.stopping.is_set() and not hasattr(sys, "ps1"):
-            _running.failing = True
-            me = processes.known(processes.index())
-            text = traceback.format_exception_only(kind, value)[-1].strip()
-            say_failed(f"{me} has ended with {text}{_line(trace)}")
+        if not hasattr(sys, "ps1"):  # at a prompt an exception ends nothing
+            ends_with(value)
         previous(kind, value, trace)
 
     sys.excepthook = excepthook
     atexit.register(_at_exit)
     if processes.index():
         _say_when_aborted()
+
+
+def ends_with(error: BaseException) -> None:
+    """Tell all processes that this one is about to end with an exception."""
+    if _running is not None and not _running.stopping.is_set():
+        _running.failing = True
+        me = processes.known(processes.index())
+        text = traceback.format_exception_only(error)[-1].strip()
+        say_failed(f"{me} has ended with {text}{_line(error.__traceback__)}")
 
 
 def _line(trace: Any) -> str:
@@ -186,6 +190,16 @@ _OF_TRANSPORT = (
 )
 
 
+def is_of_transport(error: BaseException | None) -> bool:
+    """Whether it is an error of JAX's that comes of another process's end, and doesn't name it."""
+    return (
+        _running is not None
+        and isinstance(error, RuntimeError)
+        and not isinstance(error, DistributedError)
+        and any(word in str(error) for word in _OF_TRANSPORT)
+    )
+
+
 class NamingTheLost:
     """A block in which an error of JAX's that comes of another process's end says whose.
 
@@ -199,12 +213,7 @@ class NamingTheLost:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         running, text = _running, str(error)
-        if (
-            running is None
-            or not isinstance(error, RuntimeError)
-            or isinstance(error, DistributedError)
-            or not any(word in text for word in _OF_TRANSPORT)
-        ):
+        if running is None or not is_of_transport(error):
             return
         # The main thread's error ends the process; another one's doesn't, so listening does.
         running.failing |= threading.current_thread() is threading.main_thread()
@@ -216,7 +225,8 @@ class NamingTheLost:
         me = processes.known(processes.index())
         raise DistributedError(
             f"{gone}\n{me} computed something together with the others{user_line()}\n"
-            f"JAX says: {text.splitlines()[0]}"
+            f"JAX says: {text.splitlines()[0]}",
+            of_others=True,
         ) from None
 
 

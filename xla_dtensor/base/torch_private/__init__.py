@@ -248,6 +248,9 @@ NAMES = {
     "fsdp_common": "torch.distributed.fsdp._fully_shard._fsdp_common",
     # Of several modules those that no other one contains.
     "get_root_modules": "torch.distributed.utils:_get_root_modules",
+    # --- torchrun's agent ---
+    # How it ends processes; replaced, as how long they may take can be said of its own end only.
+    "close_processes": "torch.distributed.elastic.multiprocessing.api:PContext.close",
     # --- checkpoints ---
     # Where a tensor is in a file, which the files' metadata name, and what they name besides.
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",

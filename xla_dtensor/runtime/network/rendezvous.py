@@ -58,7 +58,8 @@ def check_free(address: str, launch: Launch) -> None:
             f"process 0 ({launch.launcher}) on {socket.gethostname()} can't listen on port {port} "
             f"of the coordinator's address {address}: {error.strerror}. Another program uses it, "
             "or there is a second process 0: give another port "
-            f"({_where_from(launch)})"
+            f"({_where_from(launch)})",
+            of_others=True,  # mostly one that is about to end
         ) from error
 
 
@@ -86,7 +87,8 @@ def wait_until_there(address: str, launch: Launch, patience: float) -> None:
                     f"process {launch.process_id} of {launch.num_processes} ({launch.launcher}) on "
                     f"{socket.gethostname()} finds no coordinator at {address}: "
                     f"{error.strerror or error}. Process 0 has to run there, and its port to be "
-                    f"reachable ({_where_from(launch)})"
+                    f"reachable ({_where_from(launch)})",
+                    of_others=True,
                 ) from error
             time.sleep(0.1)
 
@@ -133,7 +135,8 @@ def _by_torch_store(launch: Launch, patience: float) -> str:
             raise DistributedError(
                 f"{me} ({where}) has waited {patience:.0f} s for RANK "
                 f"{', '.join(map(str, meeting.missing() or [0]))}: "
-                f"WORLD_SIZE={launch.num_processes} processes have to be started within that time"
+                f"WORLD_SIZE={launch.num_processes} processes have to be started within that time",
+                of_others=True,
             )
         time.sleep(0.05)
 
@@ -221,7 +224,8 @@ class _Meeting:
         return DistributedError(
             f"RANK={number} is asked for twice: by {self._process(number)} and by {self._who}. "
             "Each process needs its own RANK below "
-            f"WORLD_SIZE={self._launch.num_processes}"
+            f"WORLD_SIZE={self._launch.num_processes}",
+            of_others=True,
         )
 
 
@@ -242,7 +246,8 @@ def _torch_store(where: str, me: str, patience: float, first: bool) -> Any:
             f"{me} can't meet the others at {where}: {text}. MASTER_ADDR is the host of RANK 0, "
             "MASTER_PORT a port there that is free and that the others can reach, and all "
             "WORLD_SIZE processes have to be started within some seconds of each other "
-            "(XLA_DTENSOR_START_TIMEOUT)"
+            "(XLA_DTENSOR_START_TIMEOUT)",
+            of_others=True,
         ) from error
 
 
