@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -104,6 +105,21 @@ def test_a_loop_moves_what_its_layers_do(cut: str, name: str) -> None:
     assert moved[True] <= 2 * moved[False]
     weights = sum(p.nbytes for p in Model(None, {}).parameters())
     assert moved[True] < 3 * weights
+
+
+def test_a_loop_back_gathers_weights_behind_its_barrier() -> None:
+    """Before it all were there when the first product began, and none came beside one."""
+    mesh = make_mesh("8")
+    tokens = distribute_tensor(torch.randint(ROWS_OF_TABLE, (ROWS, 16)), mesh, [Shard(0)])
+    text = xd.compile(step_of(Model(mesh, CUTS["rows"]), True)).lower(tokens).as_text()
+    (barrier,) = re.finditer(r"stablehlo\.optimization_barrier (%.*) :", text)
+    found = []
+    for name in barrier[1].split(", "):
+        pattern = rf" {name} = sdy\.sharding_constraint %\w+ <@mesh, \[(.*)\]> : tensor<(.*)xf32>"
+        layout, shape = re.findall(pattern, text[: barrier.start()])[-1]
+        if shape.count("x") == 1:  # a weight
+            found.append('"' in layout)  # the name of an axis
+    assert found == [True] * 7
 
 
 class Twice(nn.Module):

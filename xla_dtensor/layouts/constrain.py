@@ -65,14 +65,20 @@ class _Constrain:
                 (variable,) = made[-1].outvars
             return variable
 
+        put_off: dict[Any, list[Any]] = {}
         if loop is not None:
             numbers = self._nodes.get(id(loop.loop), ())
+            behind = _behind_barriers(equations)
             for variable in loop.inputs:
                 axes = choice.of(variable) if variable in used else None
                 if axes is not None:
                     # What a layer has of a stack moves from where its slice lies. Else XLA may move
                     # the stack, in each layer.
                     ways = self._asked(loop.loop, numbers, variable, axes)
+                    if len(ways) > 1 and variable in behind:
+                        # A barrier waits for all that goes through it: weights that are gathered
+                        # before it are all there before the first product begins.
+                        put_off[behind[variable]], ways = ways[1:], ways[:1]
                     renamed[variable] = ask(variable, *ways)
         for equation in equations:
             name = equation.primitive.name
@@ -94,7 +100,7 @@ class _Constrain:
             for result in equation.outvars:
                 axes = choice.of(result) if result in used and not _is_number(equation) else None
                 if axes is not None:
-                    ways = self._asked(equation, numbers, result, axes)
+                    ways = put_off.get(result) or self._asked(equation, numbers, result, axes)
                     renamed[result] = ask(result, *ways, of=equation)
         return made, [current(atom) for atom in results]
 
@@ -256,6 +262,18 @@ _PLAIN = frozenset(
 def _is_number(equation: Any) -> bool:
     """Whether it repeats one number, which Shardy makes anew for each use, as that wants it."""
     return equation.primitive.name == "broadcast_in_dim" and not equation.invars[0].aval.shape
+
+
+def _behind_barriers(equations: Sequence[Any]) -> dict[Any, Any]:
+    """Of values that a barrier alone reads what they are behind it."""
+    uses = Counter(atom for e in equations for atom in e.invars if isinstance(atom, Var))
+    return {
+        atom: result
+        for e in equations
+        if e.primitive.name == "optimization_barrier"
+        for atom, result in zip(e.invars, e.outvars, strict=True)
+        if uses[atom] == 1
+    }
 
 
 def _communicates(before: DimAxes, after: DimAxes) -> bool:
