@@ -81,6 +81,21 @@ def test_a_process_killed_in_a_collective_is_named_with_the_line(where: str) -> 
 
 
 @pytest.mark.slow
+def test_when_process_0_is_killed_the_other_says_where_both_were() -> None:
+    """JAX ends the other at once then, by a signal, and its own words are of C++ and a "leader"."""
+    variables = HEARTBEAT | {"XLA_DTENSOR_TEST_VICTIM": "0"}
+    run = ["-m", "tests.runtime.programs.killed", "the main thread"]
+    results = launch.run(run, 2, 90, variables)
+    assert results[0].code == -signal.SIGKILL
+    said = ended(results, 1).partition("xla_dtensor: process 1 on ")[2]
+    assert f"process 0 on {os.uname().nodename} (pid " in said
+    seen = said.partition("it was last seen at ")[2].partition("\n")[0]
+    own = said.partition("this one is at ")[2].partition("\n")[0]
+    for where in (seen, own):
+        assert "killed.py" in where and "(compiled step " in where, said
+
+
+@pytest.mark.slow
 def test_one_compiles_for_longer_than_transports_wait() -> None:
     results = launch.run(["-m", "tests.runtime.programs.late", "compiling"], 2, 150, HEARTBEAT)
     assert all("the value is 56.0" in output for output in launch.succeeded(results))

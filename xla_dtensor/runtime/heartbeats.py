@@ -59,7 +59,7 @@ class _Heartbeats:
         store, me = processes.store(), processes.index()
         seen: dict[str, tuple[str, float]] = {}
         number = 0
-        while not self.stopping.wait(self.interval):
+        while not self.stopping.is_set():
             number += 1
             try:
                 store.put(f"alive/{me}", f"{number} {user_positions.here().text()}", again=True)
@@ -71,6 +71,7 @@ class _Heartbeats:
                 self.stacks.look()
             except Exception as error:
                 self._lost(error)
+            self.stopping.wait(self.interval)
 
     def _look(self, alive: dict[str, str], seen: dict[str, tuple[str, float]]) -> None:
         now = time.monotonic()
@@ -117,9 +118,7 @@ class _Heartbeats:
         """End this process, since another one has failed."""
         if self.failing or self.stopping.is_set():
             return
-        me, own = processes.known(processes.index()), str(user_positions.here())
-        own = f"\n  this one is {own}" if own else ""
-        os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
+        _say_end(text)
         end = time.monotonic() + _GRACE
         while time.monotonic() < end:
             if self.stopping.wait(0.1):
@@ -130,6 +129,13 @@ class _Heartbeats:
 
 
 _running: _Heartbeats | None = None
+
+
+def _say_end(text: str) -> None:
+    """Say why this process ends, and where it is."""
+    me, own = processes.known(processes.index()), str(user_positions.here())
+    own = f"\n  this one is {own}" if own else ""
+    os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
 
 
 def _coordinator() -> str:
@@ -297,19 +303,19 @@ def leave() -> None:
 def _say_when_aborted() -> None:
     """Name process 0 when it is gone: JAX ends the others at once then, by ``abort()`` in a thread
     of its own, and says that a "leader" is. No Python of ours comes before that, except as the
-    handler of the signal; that of a debugger (faulthandler) stays."""
+    handler of the signal; that of a debugger (faulthandler) stays. It may do what a thread may: it
+    runs in one of JAX's, which waits for the interpreter's lock as any thread does."""
     global _handler
     handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
     def aborted(signal_number: int) -> None:
-        me = processes.known(processes.index())
         why = "JAX has ended it, as it says above"
         host, _, port = processes.coordinator().rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
         except (OSError, ValueError):
-            why = f"{_coordinator()} is gone"
-        os.write(2, f"xla_dtensor: {me} ends, since {why}\n".encode())
+            why = f"{_coordinator()} is gone{_last_line(_running.of_first if _running else '')}"
+        _say_end(why)
 
     library = ctypes.CDLL(None)
     library.signal.restype = ctypes.c_void_p

@@ -2,7 +2,8 @@
 `python -m tests.runtime.programs.killed WHERE`.
 
 Products of some size, so that the other one is in their all-reduce, most of the time: it then has
-lost a connection, and not just nobody to begin with.
+lost a connection, and not just nobody to begin with. The process numbered `XLA_DTENSOR_TEST_VICTIM`
+(1) is the one that is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main(where: str) -> None:
     product = lambda x, w: (x @ w).sum()
     step = product if where == "eager" else xd.compile(product)
     step(x, w).item()
-    if xd.distributed.process_index() == 1:
+    if xd.distributed.process_index() == int(os.environ.get("XLA_DTENSOR_TEST_VICTIM", "1")):
         threading.Timer(3.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def loop() -> None:
