@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
+import types
 from pathlib import Path
 
 import pytest
 
+import xla_dtensor as xd
 from tests import launch
 from tests.test_docstrings import EXAMPLES, OF_SEVERAL_PROCESSES
+from xla_dtensor.errors import DistributedError
+from xla_dtensor.runtime import heartbeats, last_words, processes
 
 FAILING = ["-m", "tests.runtime.programs.failing"]
 HEARTBEAT = {"XLA_DTENSOR_HEARTBEAT_TIMEOUT": "8"}
@@ -74,10 +79,37 @@ def test_a_process_killed_in_a_collective_is_named_with_the_line(where: str) -> 
     if "Gloo all-reduce failed" in output:  # or it hung, and was ended by the missing signs of life
         assert "DistributedError" in output
         assert "JaxRuntimeError" not in output
-        assert "computed something together with the others\n  at " in output
+        own = output.partition("computed something together with the others\n  at ")[2]
+        assert ("(compiled step " in own.partition("\n")[0]) == (where != "eager")
+    if where in ("the main thread", "eager"):  # once, and of the package's frames nothing
+        assert output.count("it was last seen at ") == 1, output
+        assert "/xla_dtensor/runtime/arrays.py" not in output, output
     if where == "caught" and "Gloo all-reduce failed" in output:
         assert "saved what there is" in output
     assert results[0].seconds - results[1].seconds < 25
+
+
+def test_what_jax_repeats_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation that waits for one that has failed puts its words before those of that one."""
+    running = types.SimpleNamespace(failing=False, named=None)
+    monkeypatch.setattr(heartbeats, "_running", running)
+    monkeypatch.setattr(heartbeats, "_gone", lambda running: "process 1 on host-b (pid 2) is gone")
+    monkeypatch.setattr(heartbeats, "say_failed", lambda text: None)
+    monkeypatch.setattr(processes, "known", lambda index: f"process {index} on host-a (pid 1)")
+    before, cause = "Error dispatching computation: ", "Gloo AllGather failed: [gloo/pair.cc:547] x"
+    with pytest.raises(DistributedError) as raised, heartbeats.NamingTheLost():
+        raise RuntimeError(f"INTERNAL: {before * 100}{cause}")
+    assert str(raised.value).endswith(f"JAX says: INTERNAL: {before}{cause}")
+    assert running.failing and running.named is raised.value
+
+
+def test_a_traceback_ends_with_the_users_frame() -> None:
+    with pytest.raises(xd.MeshError) as raised:
+        xd.DeviceMesh("xla", [0, 0])
+    trace = raised.value.__traceback__
+    assert "xla_dtensor" in traceback.extract_tb(trace)[-1].filename
+    last_words.cut(trace)
+    assert traceback.extract_tb(trace)[-1].filename == __file__
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from xla_dtensor.base.config import config
 from xla_dtensor.base.random import rng
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.errors import DivergenceError
-from xla_dtensor.runtime import heartbeats, processes
+from xla_dtensor.runtime import heartbeats, last_words, processes
 from xla_dtensor.runtime.idle import is_idle
 
 logger = logging.getLogger("xla_dtensor")
@@ -157,7 +157,7 @@ def _of(number: int, other: int, what: str, line: str) -> tuple[str, str]:
         if there.reads_for > heartbeats.STUCK < waited and is_idle():
             # Nothing that this process has launched is left to wait for.
             return "waits for what all processes can compute together only", there.line
-        if waited % _TELL == 0:
+        if waited % _TELL == 0 and not last_words.are_said():
             logger.warning(
                 "xla_dtensor: process %d, which %s%s, has waited %d s for process %d%s",
                 processes.index(),

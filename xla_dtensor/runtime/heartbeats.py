@@ -8,20 +8,19 @@ too, later, and names numbers of tasks only.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
-import signal
-import socket
+import re
 import sys
 import threading
 import time
 import traceback
 from typing import Any
 
-from xla_dtensor.base.source_line import is_users, user_line
+from xla_dtensor.base.source_line import user_line
+from xla_dtensor.base.tables import counters
 from xla_dtensor.errors import DistributedError
-from xla_dtensor.runtime import processes, user_positions
+from xla_dtensor.runtime import last_words, processes, user_positions
 from xla_dtensor.runtime.idle import is_idle
 from xla_dtensor.runtime.network.links import LivingLinks
 from xla_dtensor.runtime.user_positions import Whereabouts
@@ -44,6 +43,7 @@ class _Heartbeats:
         self.interval = min(2.0, timeout / 5)
         self.stopping = threading.Event()
         self.failing = False
+        self.named: DistributedError | None = None  # the main thread's, see `NamingTheLost`
         self.heard = time.monotonic()  # when the store last answered
         self.of_first = ""  # process 0's last sign of life
         self.stacks = user_positions.StacksOnRequest(patience=4 * self.interval)
@@ -83,7 +83,7 @@ class _Heartbeats:
                 say_failed(
                     f"{processes.known(int(index))} has given no sign of life for "
                     f"{self.timeout:g} s: it was killed or stopped, or its host is gone"
-                    f"{_last_line(value)}"
+                    f"{last_words.last_line(value)}"
                 )
 
     def _listen(self) -> None:
@@ -98,8 +98,10 @@ class _Heartbeats:
                 self._end(text)
                 return
             if time.monotonic() - self.heard > self.timeout:
-                last = _last_line(self.of_first)
-                self._end(f"{_coordinator()} hasn't answered for {self.timeout:g} s{last}")
+                last = last_words.last_line(self.of_first)
+                self._end(
+                    f"{last_words.coordinator()} hasn't answered for {self.timeout:g} s{last}"
+                )
                 return
 
     def _lost(self, error: Exception) -> None:
@@ -108,17 +110,17 @@ class _Heartbeats:
         if not processes.store().is_open():
             self.stopping.set()  # Ray, or the user, has shut JAX's runtime down
             return
-        said = f"({str(error).splitlines()[0]}){_last_line(self.of_first)}"
+        said = f"({str(error).splitlines()[0]}){last_words.last_line(self.of_first)}"
         if "UNAVAILABLE" in str(error):
-            self._end(f"{_coordinator()} is gone {said}")
+            self._end(f"{last_words.coordinator()} is gone {said}")
         elif time.monotonic() - self.heard > self.timeout:
-            self._end(f"{_coordinator()} doesn't answer {said}")
+            self._end(f"{last_words.coordinator()} doesn't answer {said}")
 
     def _end(self, text: str) -> None:
         """End this process, since another one has failed."""
         if self.failing or self.stopping.is_set():
             return
-        _say_end(text)
+        last_words.say(text)
         end = time.monotonic() + _GRACE
         while time.monotonic() < end:
             if self.stopping.wait(0.1):
@@ -129,17 +131,6 @@ class _Heartbeats:
 
 
 _running: _Heartbeats | None = None
-
-
-def _say_end(text: str) -> None:
-    """Say why this process ends, and where it is."""
-    me, own = processes.known(processes.index()), str(user_positions.here())
-    own = f"\n  this one is {own}" if own else ""
-    os.write(2, f"xla_dtensor: {me} ends, since {text}{own}\n".encode())
-
-
-def _coordinator() -> str:
-    return f"{processes.known(0)}, which coordinates,"
 
 
 def start(timeout: float) -> None:
@@ -157,12 +148,16 @@ def start(timeout: float) -> None:
     def excepthook(kind: Any, value: Any, trace: Any) -> None:
         if not hasattr(sys, "ps1"):  # at a prompt an exception ends nothing
             ends_with(value)
+        if _running is not None and value is _running.named:
+            if last_words.are_said():
+                return  # the same end, in a line
+            last_words.cut(trace)
         previous(kind, value, trace)
 
     sys.excepthook = excepthook
     atexit.register(_at_exit)
     if processes.index():
-        _say_when_aborted()
+        last_words.say_when_aborted(lambda: _running.of_first if _running else "")
 
 
 def ends_with(error: BaseException) -> None:
@@ -171,13 +166,7 @@ def ends_with(error: BaseException) -> None:
         _running.failing = True
         me = processes.known(processes.index())
         text = traceback.format_exception_only(error)[-1].strip()
-        say_failed(f"{me} has ended with {text}{_line(error.__traceback__)}")
-
-
-def _line(trace: Any) -> str:
-    frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if is_users(frame.filename)] or list(frames)
-    return f"\n  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+        say_failed(f"{me} has ended with {text}{last_words.line(error.__traceback__)}")
 
 
 def say_failed(text: str) -> None:
@@ -194,6 +183,9 @@ _OF_TRANSPORT = (
     *("Gloo ", "gloo/", "NCCL", "Connection reset", "Connection closed", "Broken pipe"),
     *("Socket closed", "UNAVAILABLE"),
 )
+
+# Each operation that waits for one that has failed says so before its text, a hundred in a row.
+_REPEATED = re.compile(r"([^:\n]+: )\1+")
 
 
 def is_of_transport(error: BaseException | None) -> bool:
@@ -222,18 +214,27 @@ class NamingTheLost:
         if running is None or not is_of_transport(error):
             return
         # The main thread's error ends the process; another one's doesn't, so listening does.
-        running.failing |= threading.current_thread() is threading.main_thread()
+        is_main = threading.current_thread() is threading.main_thread()
+        running.failing |= is_main
         try:
             gone = _gone(running)
         except Exception as failure:  # the store is process 0's
-            gone = f"{_coordinator()} doesn't answer ({str(failure).splitlines()[0]})"
+            gone = (
+                f"{last_words.coordinator()} doesn't answer ({str(failure).splitlines()[0]})"
+                f"{last_words.last_line(running.of_first)}"
+            )
         say_failed(gone)
         me = processes.known(processes.index())
-        raise DistributedError(
-            f"{gone}\n{me} computed something together with the others{user_line()}\n"
-            f"JAX says: {text.splitlines()[0]}",
+        where = str(Whereabouts(0, user_line().strip(), counters.total("steps")))
+        here = f"\n  {where}" if where else ""
+        said = _REPEATED.sub(r"\1", text.splitlines()[0])
+        named = DistributedError(
+            f"{gone}\n{me} computed something together with the others{here}\nJAX says: {said}",
             of_others=True,
-        ) from None
+        )
+        if is_main:
+            running.named = named
+        raise named from None
 
 
 def _gone(running: _Heartbeats) -> str:
@@ -255,7 +256,7 @@ def _gone(running: _Heartbeats) -> str:
         if now - changed[longest] > 3 * running.interval:
             return (
                 f"{processes.known(int(longest))} is gone: it was killed, or its host is gone"
-                f"{_last_line(seen.get(longest, ''))}"
+                f"{last_words.last_line(seen.get(longest, ''))}"
             )
         if now > end:
             return _late(alive)
@@ -273,19 +274,13 @@ def _late(alive: dict[str, str]) -> str:
     return f"a connection has failed, though all processes give signs of life{''.join(found[:4])}"
 
 
-def _last_line(sign: str) -> str:
-    """Where a process was at its last sign of life, for the end of a message."""
-    where = str(user_positions.read(sign.partition(" ")[2])) if sign else ""
-    return f"\n  it was last seen {where}" if where else ""
-
-
 def _lost_link(other: int, why: str) -> None:
     """End all, as a process that isn't 0 doesn't reach another one any more."""
     sign = processes.store().all_of("alive").get(str(other), "")
     say_failed(
         f"{processes.known(processes.index())} doesn't reach {processes.known(other)} any more "
         f"({why}), though both reach {processes.known(0)}: the network between them is dead"
-        f"{_last_line(sign)}"
+        f"{last_words.last_line(sign)}"
     )
 
 
@@ -298,35 +293,6 @@ def leave() -> None:
         # The others hear through process 0; they may not have heard yet.
         time.sleep(_GRACE + 0.5)
     os._exit(EXIT_CODE)
-
-
-def _say_when_aborted() -> None:
-    """Name process 0 when it is gone: JAX ends the others at once then, by ``abort()`` in a thread
-    of its own, and says that a "leader" is. No Python of ours comes before that, except as the
-    handler of the signal; that of a debugger (faulthandler) stays. It may do what a thread may: it
-    runs in one of JAX's, which waits for the interpreter's lock as any thread does."""
-    global _handler
-    handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
-    def aborted(signal_number: int) -> None:
-        why = "JAX has ended it, as it says above"
-        host, _, port = processes.coordinator().rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-        except (OSError, ValueError):
-            why = f"{_coordinator()} is gone{_last_line(_running.of_first if _running else '')}"
-        _say_end(why)
-
-    library = ctypes.CDLL(None)
-    library.signal.restype = ctypes.c_void_p
-    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    _handler = handler_type(aborted)
-    previous = library.signal(signal.SIGABRT, ctypes.cast(_handler, ctypes.c_void_p))
-    if previous:
-        library.signal(signal.SIGABRT, previous)
-
-
-_handler: Any = None  # lives as long as the process
 
 
 def _flush() -> None:
