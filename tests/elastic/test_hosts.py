@@ -22,6 +22,7 @@ from tests.elastic.hosts import DEVICES, Hosts
 from tests.elastic.programs.training import expected, rows
 from tests.runtime.network import HostNetwork
 from xla_dtensor.checkpoint.memory import FOLDER
+from xla_dtensor.checkpoint.stopping import progress
 
 STEPS = 60
 LAUNCH = "xla_dtensor.elastic.hosts.launch_agent"
@@ -90,6 +91,8 @@ def test_which_errors_count(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr("xla_dtensor.runtime.heartbeats._running", Mock())  # as of several
+    # Another test of this process may have sent it a signal: it would be ended for that.
+    monkeypatch.setattr(progress, "stopped_by", None)
 
     def train(devices: int) -> None:
         raise error
