@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -250,14 +252,21 @@ def test_hosts_are_lost_and_come_back(tmp_path: Path) -> None:
     assert len(log) <= STEPS + 3 + 2 * 2
 
 
-@pytest.mark.slow
-def test_a_process_stands_still(tmp_path: Path) -> None:
-    """Its agent, which can't end it by SIGTERM, kills it after `grace`, and meets the others."""
-    program = ["tests.elastic.programs.training", str(tmp_path), "1000", "0.5"]
-    with Hosts(tmp_path, program, 2) as hosts:
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Two of which both have begun to train."""
+    program = ["tests.elastic.programs.training", str(folder), "1000", "0.5"]
+    with Hosts(folder, program, 2) as hosts:
         for name in "ab":
             hosts.start(name)
         hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 2 * DEVICES)
+        yield hosts
+
+
+@pytest.mark.slow
+def test_a_process_stands_still(tmp_path: Path) -> None:
+    """Its agent, which can't end it by SIGTERM, kills it after `grace`, and meets the others."""
+    with two_hosts(tmp_path) as hosts:
         stopped = time.time()
         hosts.stop_process("b")
         # A step may be in flight; that one is gone takes 5 s to be noticed.
@@ -273,11 +282,7 @@ def test_a_process_stands_still(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_endpoint_is_lost(tmp_path: Path) -> None:
     """All end, and say what is lost with it; the next run begins with what is on the disk."""
-    program = ["tests.elastic.programs.training", str(tmp_path), "1000", "0.5"]
-    with Hosts(tmp_path, program, 2) as hosts:
-        for name in "ab":
-            hosts.start(name)
-        hosts.wait_for(lambda log: len(log) > 5 and log[-1][1] == 2 * DEVICES)
+    with two_hosts(tmp_path) as hosts:
         hosts.lose_endpoint()
         for name in "ab":
             assert hosts.wait(name, 60) == 1
