@@ -7,6 +7,8 @@ import errno
 import json
 import logging
 import os
+import platform
+import re
 import signal
 import threading
 import time
@@ -531,8 +533,7 @@ def test_a_full_disk(
             return written
 
     monkeypatch.setattr(streams.FileStream, "__init__", lambda self, raw: original(self, Disk(raw)))
-    error = failing_save(manager, 2)
-    assert "No space left on device" in str(error.value) and "00000002" in str(error.value)
+    assert_told_of_a_full_disk(failing_save(manager, 2))
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".unf")] == []
     state["n"] = 9
@@ -540,6 +541,37 @@ def test_a_full_disk(
     manager.save(2)  # there is room again
     manager.close()
     assert [step for step, _ in manager.checkpoints()] == [2, 1]
+
+
+def assert_told_of_a_full_disk(error: pytest.ExceptionInfo[xd.CheckpointError]) -> None:
+    text = str(error.value)
+    assert text.startswith("the checkpoint of step 2: ")
+    assert f"No space left on device (process 0 on {platform.node()}, where " in text
+    assert re.search(r"\d+ bytes are free", text)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full is Linux's")
+def test_a_disk_that_has_no_room_for_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    manager, state = simple(tmp_path, asynchronous=asynchronous)
+    manager.save(1)
+    manager.wait()
+    original = Path.open
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        is_manifest = self.name == "manifest.json" and "w" in mode
+        return original(Path("/dev/full") if is_manifest else self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    error = failing_save(manager, 2)
+    monkeypatch.undo()
+    assert_told_of_a_full_disk(error)
+    assert "manifest.json" in str(error.value)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".unf")] == []
+    state["n"] = 9
+    assert manager.restore() == 1 and state["n"] == 1
+    manager.close()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")

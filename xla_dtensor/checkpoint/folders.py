@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_dtensor.checkpoint.files.manifest import sync_folder
+from xla_dtensor.checkpoint.files.streams import writing
 from xla_dtensor.errors import CheckpointError
 from xla_dtensor.runtime import agreement, processes
 
@@ -79,14 +80,14 @@ class Folder:
         Raises:
             CheckpointError: the folder can't be written to, or another process does.
         """
-        with _telling(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
             unfinished = self.path / f"{_UNFINISHED}{step:08d}-{uuid.uuid4().hex[:8]}"
             unfinished.mkdir()
         try:
             yield unfinished
-            with _telling(self.path):
+            with writing(self.path):
                 # The content first, then the name: a machine that stops in between has an
                 # unfinished folder, and never half a checkpoint under the name of a step.
                 sync_folder(unfinished)
@@ -112,7 +113,7 @@ class Folder:
             CheckpointError: it can't be removed.
         """
         removed = self.path / f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}"
-        with _telling(path):
+        with writing(path):
             path.rename(removed)
             shutil.rmtree(removed)
 
@@ -148,11 +149,3 @@ class Folder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-
-@contextlib.contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error

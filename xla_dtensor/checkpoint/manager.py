@@ -292,18 +292,14 @@ class CheckpointManager:
         self, step: int, state: dict[str, Any], kinds: dict[str, Kind], begin: float
     ) -> None:
         together = Together(f"{self._number}/{next(self._saves)}-{step}")
-        with together.telling():
-            if together.first:
-                self._add(together, step, state, kinds)
-            else:
-                path = together.share("folder")
-                if not path.is_dir():
-                    raise CheckpointError(
-                        f"{path}: process 0 has made this folder, and it isn't there; all "
-                        "processes need the same folder, on a file system that their hosts share"
-                    )
-                save_state(path, state, together)
-                together.share("added")
+        try:
+            with together.telling():
+                if together.first:
+                    self._add(together, step, state, kinds)
+                else:
+                    self._add_own_part(together, state)
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint of step {step}: {error}") from error
         self._longest_save = max(self._longest_save, time.monotonic() - begin)
         self._before.forget()  # all have come further than that
         self._before = together
@@ -317,6 +313,17 @@ class CheckpointManager:
             manifest.files = save_state(path, state, together)
             manifest.write(path)
         self._remove_old()
+        together.share("added")
+
+    @staticmethod
+    def _add_own_part(together: Together, state: dict[str, Any]) -> None:
+        path = together.share("folder")
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path}: process 0 has made this folder, and it isn't there; all processes need "
+                "the same folder, on a file system that their hosts share"
+            )
+        save_state(path, state, together)
         together.share("added")
 
     def _remove_old(self) -> None:

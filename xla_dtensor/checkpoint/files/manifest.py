@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_dtensor.checkpoint.files.metadata import inside, size_of_file
+from xla_dtensor.checkpoint.files.streams import writing
 from xla_dtensor.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -40,7 +41,11 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it, and wait until it is on the disk."""
+        """Write it, and wait until it is on the disk.
+
+        Raises:
+            CheckpointError: it can't be written.
+        """
         content = {
             "format": _FORMAT,
             "step": self.step,
@@ -53,7 +58,7 @@ class Manifest:
         }
         content["crc32"] = f"{_checksum_of(content):08x}"
         path = folder / NAME
-        with path.open("w") as file:
+        with writing(path), path.open("w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

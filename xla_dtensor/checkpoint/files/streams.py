@@ -1,13 +1,24 @@
-"""A file stream that starts writing to disk as it is filled, not only at the final sync."""
+"""A file stream that starts writing to disk as it is filled, not only at the final sync; and what
+is raised where something can't be written."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
+import platform
+import shutil
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from xla_dtensor.errors import CheckpointError
+from xla_dtensor.runtime import processes
+
 _BEHIND = 32 * 2**20
+_FULL = errno.ENOSPC, errno.EDQUOT
 
 
 class FileStream(io.RawIOBase):
@@ -65,3 +76,26 @@ class FileStream(io.RawIOBase):
 
     def fileno(self) -> int:
         return self._raw.fileno()
+
+
+def not_written(path: Path, error: OSError) -> CheckpointError:
+    """What is raised where a file or folder can't be written: which, by whom, on which machine,
+    and of a disk that is full how much is free."""
+    path = Path(error.filename or path)
+    free = ""
+    if error.errno in _FULL:
+        # The file itself may not have come into being, or be gone with what was unfinished.
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        free = f", where {shutil.disk_usage(folder).free} bytes are free"
+    return CheckpointError(
+        f"{path}: {error.strerror} (process {processes.index()} on {platform.node()}{free})"
+    )
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `not_written` where the block can't write."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(path, error) from error

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from xla_dtensor.base.torch_private import StorageInfo
-from xla_dtensor.checkpoint.files.streams import FileStream
-from xla_dtensor.errors import CheckpointError
+from xla_dtensor.checkpoint.files.streams import FileStream, not_written
 
 _CHECKSUMS = "xla_dtensor.checksums"
 
@@ -138,4 +137,4 @@ class _Files(FileSystem):
             cause = error if stream is None or stream.failed is None else stream.failed
             if not isinstance(cause, OSError):
                 raise
-            raise CheckpointError(f"{path}: {cause.strerror}") from cause
+            raise not_written(path, cause) from cause
