@@ -18,6 +18,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiled steps look at indices, too: a test that has one out of range by mistake fails.
 os.environ.setdefault("XLA_DTENSOR_CHECKS", "all")
+# A test that expects one program mustn't pass by what a step falls back to; those of that say so.
+os.environ.setdefault("XLA_DTENSOR_WATCH", "trace")
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax")
 )

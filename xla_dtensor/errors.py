@@ -143,7 +143,7 @@ class DataDependentError(XlaDTensorError, RuntimeError):
 
         import torch, xla_dtensor as xd
 
-        step = xd.compile(lambda x: x * 2 if x.sum() > 0 else x)
+        step = xd.compile(lambda x: x * 2 if x.sum() > 0 else x, watch="trace")
         step(torch.ones(8, device="xla"))
     """
 

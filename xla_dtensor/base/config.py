@@ -38,6 +38,7 @@ class Config:
         eager: how eager operations are launched.
         checks: who looks for indices out of range.
         audit: in which calls of a compiled step its Python runs again.
+        watch: what becomes of a compiled step whose Python can't be one program.
         logs: what is logged.
         cache: where compiled programs are kept.
         check_processes: what several processes compare.
@@ -66,6 +67,7 @@ class Config:
     eager: Literal["lazy", "strict"]
     checks: Literal["off", "eager", "compiled", "all"]
     audit: int
+    watch: Literal["auto", "trace"]
     logs: str
     cache: str
     check_processes: Literal["programs", "values", "launches"]

@@ -215,6 +215,14 @@ _SWITCHES = (
         "by `xd.compile`",
     ),
     Switch(
+        "watch",
+        OneOf(("auto", "trace")),
+        "auto",
+        "What becomes of a compiled step whose Python can't be one program: it runs in every call, "
+        "with a warning (`auto`), or raises (`trace`).",
+        "by `xd.compile`",
+    ),
+    Switch(
         "logs",
         NameList(("layouts",)),
         "",

@@ -88,8 +88,8 @@ class Generation:
     def __init__(self) -> None:
         from xla_dtensor.compilation import compile
 
-        self.prefill = compile(_prefill)
-        self.decode = compile(_decode)
+        self.prefill = compile(_prefill, watch="trace")
+        self.decode = compile(_decode, watch="trace")
         self.refused: str | None = None
 
     def __reduce__(self) -> Any:

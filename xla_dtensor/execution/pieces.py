@@ -61,15 +61,16 @@ _CAT = "aten::cat.default"  # alone, as what grows in each round has a new shape
 _BEGINNING = (Kind.PRODUCT, Kind.CONVOLUTION)
 
 
+COMPILES = "xla_dtensor compiles"
+"""What the names of threads that compile begin with; the user's Python doesn't run in them."""
 # XLA compiles a program for the most part in one thread.
-_COMPILES = "xla_dtensor compiles"
-_compilers = ThreadPoolExecutor(os.cpu_count(), _COMPILES)
+_compilers = ThreadPoolExecutor(os.cpu_count(), COMPILES)
 
 
 def refuse_to_wait() -> None:
     """Raise in a thread that compiles, which would wait for the lock that the thread has which
     waits for it. What was to be compiled is then run operation by operation."""
-    if threading.current_thread().name.startswith(_COMPILES):
+    if threading.current_thread().name.startswith(COMPILES):
         raise RuntimeError(
             "something that JAX calls while it compiles (a listener of jax.monitoring) uses an xla "
             "tensor, in a thread of the compiler: keep a number for it instead (x.item())"

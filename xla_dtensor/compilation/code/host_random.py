@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from xla_dtensor.compilation.code import lasting
+from xla_dtensor.compilation.code.threads import others_run
 from xla_dtensor.errors import DataDependentError
 
 OWN: contextvars.ContextVar[bool] = contextvars.ContextVar("OWN", default=False)
@@ -92,19 +94,33 @@ def none_drawn(sources: list[Any]) -> Iterator[None]:
         with _none_drawn_here(generators):
             yield
         return
-    threads = _threads()
+    alone = not others_run()
     before = [generator.state() for generator in generators]
-    yield
-    for generator, state in zip(generators, before, strict=True):
-        if repr(state) != repr(generator.state()):
-            if threads > 1 or _threads() > 1:
-                raise MaybeAnotherThread
-            generator.restore(state)
-            raise _refused(generator)
 
+    def moved() -> list[_Generator]:
+        """Those that have moved; where that was this thread, they are put back."""
+        found = [
+            (generator, state)
+            for generator, state in zip(generators, before, strict=True)
+            if repr(state) != repr(generator.state())
+        ]
+        if alone and not others_run():
+            for generator, state in found:
+                generator.restore(state)
+        return [generator for generator, _ in found]
 
-def _threads() -> int:
-    return len(sys._current_frames())
+    try:
+        yield
+    except BaseException:
+        found = moved()
+        if found and (not alone or others_run()):
+            lasting.note(_draws(found[0]))
+        raise
+    found = moved()
+    if found:
+        if not alone or others_run():
+            raise MaybeAnotherThread
+        raise _refused(found[0])
 
 
 @contextlib.contextmanager
@@ -120,12 +136,16 @@ def _none_drawn_here(generators: list[_Generator]) -> Iterator[None]:
         python = {id(g.source): g for g, _ in locked if isinstance(g.source, random.Random)}
         # A NumPy whose lock can't be held counts what any thread draws.
         unknown = [(g, repr(g.state())) for g, k in locked if k is None and g.bits is not None]
-        with _calls(python, drawn.append):
-            yield
-        for (generator, lock), state in zip(locked, before, strict=True):
-            if lock is not None and repr(generator.state()) != state:
-                drawn.append(generator)
-        drawn += [g for g, state in unknown if repr(g.state()) != state]
+        try:
+            with _calls(python, drawn.append):
+                yield
+        finally:
+            for (generator, lock), state in zip(locked, before, strict=True):
+                if lock is not None and repr(generator.state()) != state:
+                    drawn.append(generator)
+            drawn += [g for g, state in unknown if repr(g.state()) != state]
+            if drawn:
+                lasting.note(_draws(drawn[0]))
     if drawn:
         raise _refused(drawn[0])
 
@@ -155,9 +175,13 @@ def _calls(owners: dict[int, Any], found: Callable[[Any], None]) -> Iterator[Non
         sys.setprofile(outer)
 
 
+def _draws(generator: _Generator) -> str:
+    return f"draws random numbers from {generator.name}"
+
+
 def _refused(generator: _Generator) -> DataDependentError:
     return DataDependentError(
-        f"the step draws random numbers from {generator.name}: that would happen when it is "
+        f"the step {_draws(generator)}: that would happen when it is "
         "traced, not in every call; draw them outside and pass them as arguments, or draw them on "
         "the device with torch"
     )

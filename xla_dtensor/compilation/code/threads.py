@@ -19,10 +19,19 @@ from typing import Any
 
 from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
+from xla_dtensor.compilation.code import lasting
 from xla_dtensor.compilation.code.installed import is_installed_file
 from xla_dtensor.compilation.code.names import describe
 from xla_dtensor.compilation.code.patched import patched
 from xla_dtensor.errors import DataDependentError
+from xla_dtensor.execution.pieces import COMPILES
+
+
+def others_run() -> bool:
+    """Whether there is another thread that may run the user's Python: any but those in which
+    programs are compiled."""
+    own = {t.ident for t in threading.enumerate() if t.name.startswith(COMPILES)}
+    return len(sys._current_frames().keys() - own) > 1
 
 
 def _is_package_s(work: Any) -> bool:
@@ -123,15 +132,21 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
             if error in refused[1:]:  # a later refusal, raised while the first one unwinds
                 raise refused[0] from None
             raise
+        finally:
+            did = None
+            if not others_run():  # they may have changed the amounts
+                changed = (
+                    _of_queue(f"puts into, takes from or acquires {path}", each)
+                    for (each, path), amount in zip(shared, before, strict=True)
+                    if _amount(each) != amount
+                )
+                did = next(changed, None)
+            if did is not None:
+                lasting.note(did)
     if refused:
         raise refused[0]
-    if len(sys._current_frames()) > 1:
-        return  # another thread may have changed the amounts
-    for (each, path), amount in zip(shared, before, strict=True):
-        if _amount(each) != amount:
-            raise DataDependentError(
-                f"the step {_of_queue(f'puts into, takes from or acquires {path}', each)}"
-            )
+    if did is not None:
+        raise DataDependentError(f"the step {did}")
 
 
 def _amount(each: Any) -> Any:

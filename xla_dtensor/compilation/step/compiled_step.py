@@ -15,7 +15,7 @@ from xla_dtensor.base.tables.cache import Cache
 from xla_dtensor.base.thread_state import in_blocks, is_in_blocks, tracing
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.call.buckets import BucketedArguments, check_lengths
-from xla_dtensor.compilation.call.retraces import ManyTraces
+from xla_dtensor.compilation.call.retraces import MANY_TRACES, ManyTraces
 from xla_dtensor.compilation.call.run import Run
 from xla_dtensor.compilation.call.streams import call_with_streams, has_streams
 from xla_dtensor.compilation.code.garbage import Seldom
@@ -32,6 +32,7 @@ from xla_dtensor.compilation.program.saved import (
 from xla_dtensor.compilation.recorded.traced import Traced
 from xla_dtensor.compilation.step.audit import compare
 from xla_dtensor.compilation.step.base_step import BaseStep, logger
+from xla_dtensor.compilation.step.fallback import Begun, Fallback
 from xla_dtensor.compilation.step.family import KINDS, Family
 from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
@@ -79,8 +80,10 @@ class CompiledStep(BaseStep):
         buckets: Mapping[str, Any] | None = None,
         layouts: Literal["step", "torch"] = "step",
         blocks: bool = False,
+        traced_only: bool = True,
     ) -> None:
-        super().__init__(function, compiler_options, audit, checks, buckets, layouts, blocks)
+        asked = compiler_options, audit, checks, buckets, layouts, blocks, traced_only
+        super().__init__(function, *asked)
         self._options = compiler_options
         self._audit = audit
         # What is computed in blocks must be the same operations on each mesh.
@@ -94,8 +97,11 @@ class CompiledStep(BaseStep):
         self._families: Cache[Any, Family] = Cache(f"{name}: kinds of arguments", KINDS, stays=True)
         self._executables = Executables(f"{name}: programs", PROGRAMS, size=code_bytes)
         self._traces = StepTraces(function, self._buckets)
+        self._fallback = None if traced_only else Fallback(self, function, compiler_options)
         # The call that ran last.
         self._last: tuple[Arguments, Program] | None = None
+        # The arguments of the call that ran last, if its Python ran in place of a program.
+        self._replayed: Arguments | None = None
         self.clear_cache()
 
     # The whole call, not `_call` alone: an interrupt before the lock is released would leave it
@@ -123,7 +129,8 @@ class CompiledStep(BaseStep):
             if has_streams(args, kwargs):
                 made = functools.partial(Arguments, reads=self._traces.reads, padding=padding)
                 return call_with_streams(self._call, args, kwargs, made, self._streams)
-            return self._call(Arguments(args, kwargs, self._traces.reads, padding))
+            call = Arguments(args, kwargs, self._traces.reads, padding)
+            return self._call(call, self._fallback)
 
     def programs(self) -> list[Program]:
         """What `xla_dtensor.metrics` looks at: the programs that may run again, each with what it
@@ -141,7 +148,12 @@ class CompiledStep(BaseStep):
             return [program for programs in kept for program in programs]
 
     @interrupts.completed
-    def _call(self, arguments: Arguments) -> Any:
+    def _call(self, arguments: Arguments, fallback: Fallback | None = None) -> Any:
+        """What a call gives.
+
+        Args:
+            fallback: what it is left to if its Python can't be one program.
+        """
         family = self._families.get_or_make(arguments.key, Family)
         if arguments.lengths:
             family.takes(arguments.lengths)
@@ -165,15 +177,22 @@ class CompiledStep(BaseStep):
                 if arguments.padding is not None:
                     check_lengths(program.traced.cuts or [], arguments.padding)
                 self._last = call, program
-                self._many.in_a_row = 0
+                self._replayed = None
+                self._many.in_a_row = family.misses = 0
                 self._calls += not is_audited
                 run = program.launch(call)
             observer = events.observer  # not above: it writes a log, which has locks of its own
             if observer is not None:
                 observer.compiled(self._name())
             return program.finish(run)
-        with Seldom(), counters.timing("compile"):
-            return self._trace(arguments, family, missed)
+        if family.refused is None:
+            with Seldom(), counters.timing("compile"):
+                result, done = self._trace(arguments, family, missed, fallback)
+            if done:
+                return result
+        assert fallback is not None
+        self._replayed = arguments
+        return fallback(*arguments.args, **arguments.kwargs)
 
     @interrupts.completed
     def again(self) -> Any:
@@ -205,13 +224,15 @@ class CompiledStep(BaseStep):
             raise RuntimeError(f"{self._name()}: again() in a step or a plan: call the step itself")
         lazy.flush_all()
         with self._lock:
+            if self._replayed is not None:
+                return self._call(self._replayed, self._fallback)
             if self._last is None:
                 raise RuntimeError(f"{self._name()}: again() needs a call before it")
             call, program = self._last
             with launching():
                 follows = not first_calls.under_way and program.follows_itself(call)
                 run = program.launch(call) if follows else None
-            return self._call(call) if run is None else program.finish(run)
+            return self._call(call, self._fallback) if run is None else program.finish(run)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step's program for these arguments, not compiled and not run; nothing changes.
@@ -315,6 +336,9 @@ class CompiledStep(BaseStep):
         self._executables.clear()
         self._traces.forget()
         self._last = None
+        self._replayed = None
+        if self._fallback is not None:
+            self._fallback.clear_cache()
         # How much it takes from iterators among its arguments.
         self._streams: dict[Any, list[tuple[int, bool]]] = {}
         self._many = ManyTraces()
@@ -345,6 +369,8 @@ class CompiledStep(BaseStep):
             reasons = [program.guards.mismatch(call) for program, call in tried]
             if None in reasons:
                 return None
+            if family.refused is not None:
+                return f"its Python runs in every call: {family.refused}"
             if self._last is None:
                 return "the step has not been called yet"
             if reasons and reasons[0]:
@@ -364,7 +390,8 @@ class CompiledStep(BaseStep):
             step(torch.ones(4, device="xla"))
             assert "f32[4]" in step.compiled_programs()[-1].as_text()
         """
-        return list(self._executables.values())
+        replayed = [] if self._fallback is None else self._fallback.compiled_programs()
+        return [*self._executables.values(), *replayed]
 
     def save_compiled(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
         """Compile the program that a call with these arguments would run, and write it to a file,
@@ -422,16 +449,36 @@ class CompiledStep(BaseStep):
     # --- internals ---------------------------------------------------------------------------
 
     @interrupts.completed
-    def _trace(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Any:
-        """Make a program and run it; ``missed`` says why the first one that there was doesn't
-        fit."""
+    def _trace(
+        self,
+        arguments: Arguments,
+        family: Family,
+        missed: Mismatch | None,
+        fallback: Fallback | None,
+    ) -> tuple[Any, bool]:
+        """Make a program and run it.
+
+        Args:
+            missed: why the first one that there was doesn't fit.
+
+        Returns:
+            what the step gives, and True; or False: nothing has happened, and it is left to the
+            ``fallback``.
+        """
         why = family.explain(arguments, self._last) if missed is None else missed.why
+        begun = Begun()
         try:
             call, program, run = self._first_launch(arguments, family, missed)
         except ReadsMore as more:
             self._traces.read(more.reads, more.watch)
             given = arguments.args, arguments.kwargs
-            return self._call(Arguments(*given, self._traces.reads, arguments.padding))
+            again = Arguments(*given, self._traces.reads, arguments.padding)
+            return self._call(again, fallback), True
+        except Exception as error:
+            if fallback is None or not fallback.serves(error, begun):
+                raise
+            family.refused = fallback.tell(error)
+            return None, False
         try:
             result = program.finish(run)
         except BaseException:  # a scheduler's step: the program has done what it had to
@@ -442,9 +489,13 @@ class CompiledStep(BaseStep):
         self._count(program.executable.is_new, why)
         self._keep(program, call, family)
         told = self._many.message(why, missed.decided if missed else None)
-        if told is not None:
+        family.misses = 0 if missed is None else family.misses + 1
+        if fallback is not None and family.misses >= MANY_TRACES:
+            family.refused = why or ""
+            fallback.tell_of_many(told or f"is traced in every call: {why}")
+        elif told is not None:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
-        return result
+        return result, True
 
     @interrupts.completed
     def _first_launch(
@@ -486,6 +537,7 @@ class CompiledStep(BaseStep):
             for programs in other.programs.values():
                 programs.succeeded(program)
         self._last = call, program
+        self._replayed = None
 
     def _look_again(self, family: Family, arguments: Arguments) -> None:
         """Every n-th call: the audit."""

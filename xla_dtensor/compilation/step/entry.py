@@ -21,7 +21,7 @@ def compile(
     compiler_options: dict[str, Any] | None = None,
     audit: int | None = None,
     checks: bool | None = None,
-    watch: Literal["auto"] = "auto",
+    watch: Literal["auto", "trace"] | None = None,
     buckets: Mapping[str, Any] | None = None,
     layouts: Literal["step", "torch"] | None = None,
 ) -> CompiledStep: ...
@@ -42,7 +42,7 @@ def compile(
     compiler_options: dict[str, Any] | None = None,
     audit: int | None = None,
     checks: bool | None = None,
-    watch: Literal["auto", "replay"] = "auto",
+    watch: Literal["auto", "trace", "replay"] | None = None,
     buckets: Mapping[str, Any] | None = None,
     layouts: Literal["step", "torch"] | None = None,
 ) -> CompiledStep | ReplayedStep:
@@ -65,10 +65,13 @@ def compile(
             with the program. Default: ``xd.config.audit``, which is 0: never.
         checks: look for indices out of range, and raise after the call that had one; a call then
             waits for the devices. Default: what ``xd.config.checks`` says.
-        watch: how a call knows that its program still is the step. ``"auto"``: what the Python
-            reads is compared, and it doesn't run. ``"replay"``: it runs in every call, while the
+        watch: how a call knows that its program still is the step. ``"trace"``: what the Python
+            reads is compared, and it doesn't run; where it can't be one program (it decides by
+            values), `DataDependentError` is raised. ``"replay"``: it runs in every call, while the
             devices compute the step before, and what it asks for is compared: some ten
-            microseconds an operation, and nothing that could be overlooked.
+            microseconds an operation, and nothing that could be overlooked. ``"auto"``: as
+            ``"trace"``; but where that would raise the step is replayed, with a warning. Default:
+            what ``xd.config.watch`` says, which is ``"auto"``.
         buckets: which arguments are padded, by the names of the function's parameters, and to what:
             sizes by dim, ``{"tokens": {1: (512, 1024, 2048)}}``, or `Buckets`, or several. The
             function is given the true length (of ``tokens`` as ``n_tokens``, if it has such a
@@ -90,7 +93,9 @@ def compile(
             ``audit``, ``checks``, ``buckets`` or ``layouts="step"`` of a replayed step; (when
             called) an argument is longer than its largest bucket, or it isn't known what of a
             result is padding.
-        DataDependentError: (when called) the step needs a value in Python, or can't be one program.
+        DataDependentError: (when called) the step needs a value in Python, or can't be one program,
+            with ``watch="trace"``, ``audit``, ``checks``, ``buckets`` or ``layouts="step"``, in
+            several processes, or with iterators among its arguments.
         MeshMismatchError: (when called) it uses tensors on different sets of devices.
         StaleStepError: (when called) an audit has found a difference.
 
@@ -118,6 +123,7 @@ def compile(
             f"xd.compile: {name_of(function)} is a generator or a coroutine, whose Python goes on "
             "when its caller asks; a step is one program: let it return its results"
         )
+    watch = config.watch if watch is None else watch
     if watch == "replay":
         if audit or checks is not None or buckets is not None or layouts == "step":
             raise ValueError(
@@ -131,18 +137,22 @@ def compile(
                 'replayed step has no such programs; leave watch="replay" out'
             )
         return ReplayedStep(function, compiler_options)
-    if watch != "auto":
-        raise ValueError(f'watch={watch!r}: it is "auto" or "replay"')
+    if watch not in ("auto", "trace"):
+        raise ValueError(f'watch={watch!r}: it is "auto", "trace" or "replay"')
     if layouts not in ("step", "torch", None):
         raise ValueError(f'layouts={layouts!r}: it is "step" or "torch"')
+    in_blocks = config.reproducible == "across meshes"
+    # What a replayed step doesn't know can't be asked for, and be gone with a warning.
+    asks = bool(audit) or checks is not None or buckets is not None or layouts == "step"
+    traced_only = watch == "trace" or asks or in_blocks
     if audit is None:
         audit = config.audit
     if isinstance(audit, bool) or audit < 0:
         raise ValueError(f"audit={audit!r}: a number of calls, or 0 for never")
     checks = config.checks in assertions.COMPILED if checks is None else checks
-    in_blocks = config.reproducible == "across meshes"
+    layouts = layouts or "step"
     return CompiledStep(
-        function, compiler_options, audit, checks, buckets, layouts or "step", in_blocks
+        function, compiler_options, audit, checks, buckets, layouts, in_blocks, traced_only
     )
 
 

@@ -27,7 +27,9 @@ class Family:
         last: the numbers of the call that was traced last.
         latest: gives the program that was made of it, if it still exists.
         positions: whether positions (``x[n]``) may be inputs, too.
+        misses: how many calls in a row were traced because no program fitted.
         why_static: why numbers can't be inputs, for messages; empty if they can.
+        refused: why the step's Python can't be one program with such arguments, if that is known.
     """
 
     __slots__ = (
@@ -36,8 +38,10 @@ class Family:
         "dynamic",
         "last",
         "latest",
+        "misses",
         "positions",
         "programs",
+        "refused",
         "why_static",
     )
 
@@ -48,6 +52,8 @@ class Family:
         self.latest: Callable[[], Program | None] = lambda: None
         self.positions = True
         self.why_static = ""
+        self.refused: str | None = None
+        self.misses = 0
         self._static = self._static_fields = False
 
     def settings(self) -> Family:

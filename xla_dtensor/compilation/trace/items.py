@@ -27,12 +27,15 @@ class TracedItems:
         refuse: raises: something can't be done, and the way out.
 
     Attributes:
+        given: how many items traces have given, in all.
         types_matter: whether the step's code may find that such a number is no ``float``.
         arrays: by number the value of the tensor when its item was asked for, and its form.
         to_check: numbers that a tensor has met, and that Python may raise for (``1 / loss.item()``)
             where the devices don't: each call computes them on the host as well.
         printed: what is printed and logged of them: by what, with which values.
     """
+
+    given = 0
 
     def __init__(self, refuse: Callable[[str, str], NoReturn]) -> None:
         self._refuse = refuse
@@ -76,6 +79,7 @@ class TracedItems:
         """The item of a tensor of one element, as a symbolic number."""
         array, form = logical_value(tensor), tensor._form.reduced()
         index = len(self.arrays)
+        TracedItems.given += 1
         self.arrays.append((array, form))
         floating = tensor.dtype.is_floating_point
 

@@ -23,6 +23,7 @@ import torch
 
 from xla_dtensor.base.numbers.python_numbers import is_number, present_value
 from xla_dtensor.compilation.call.arguments import Arguments
+from xla_dtensor.compilation.code.threads import others_run
 from xla_dtensor.compilation.objects.carried import Carried
 from xla_dtensor.compilation.objects.found import is_atom, same_atom
 from xla_dtensor.compilation.objects.places import (
@@ -187,7 +188,7 @@ class PlacesBefore:
         self._before = [(place, place.content(), argument) for place, argument in found]
         self._held = {place.container: content for place, content, _ in self._before}
         self._watch = watch
-        self._threads = len(sys._current_frames())
+        self._alone = not others_run()
         self._there = {id(place.owner) for place, _ in found} - watch.reached.inside
         self._there |= {id(value) for value, _ in (*watch.reached.arrays, *watch.reached.consumed)}
         self._arguments = arguments
@@ -308,7 +309,7 @@ class PlacesBefore:
         """Attributes that the step's code doesn't assign anywhere, but another thread has, as they
         were before: they are none of the step's doing."""
         names = self._watch.assigned_in(place)
-        if names is None or (self._threads == 1 and len(sys._current_frames()) == 1):
+        if names is None or (self._alone and not others_run()):
             return {}
         return {key: before[key] for key in after if key not in names and key in before}
 

@@ -110,7 +110,8 @@ def compile(
     Args:
         f: the function; without it the result is a decorator, or a ``with`` block that ends with a
             `sync` and runs as eager code does.
-        full_graph: torch_xla's; a compiled step is one program in any case.
+        full_graph: raise where the function can't be one program; else its Python runs in every
+            call then, with a warning.
         name: for error messages.
         num_different_graphs_allowed: how many programs a call may have led to; the next one raises.
 
@@ -133,7 +134,7 @@ def compile(
     """
     if f is None:
         return _Compiling(full_graph, name, num_different_graphs_allowed)
-    compiled = compile_step(f)
+    compiled = compile_step(f, watch="trace" if full_graph else "auto")
     if num_different_graphs_allowed is None:
         return compiled
     called = name or str(getattr(f, "__name__", "a step"))

@@ -1,0 +1,560 @@
+"""Steps whose Python can't be one program: it runs in every call, with a warning, as CPU torch has
+it; or the call raises, where running it once more would do something twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import xla_dtensor as xd
+from xla_dtensor.compilation import CompiledStep
+from xla_dtensor.compilation.call.retraces import MANY_TRACES
+from xla_dtensor.runtime import processes
+
+CALLS = 4
+
+Step = Callable[..., Any]
+Training = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def warnings_told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """The warnings so far that a step runs its Python in every call."""
+    with caplog.at_level(logging.WARNING, "xla_dtensor"):
+        yield lambda: [m for m in caplog.messages if "runs in every call from now on" in m]
+
+
+def falling(function: Step) -> CompiledStep:
+    return xd.compile(function, watch="auto")
+
+
+def training(kind: Any = torch.optim.SGD, **kwargs: Any) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    return model, kind(model.parameters(), **({"lr": 0.1} | kwargs))
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 4, generator=generator) for _ in range(CALLS)]
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Whether a result is the expected one, but for rounding."""
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = value.detach().cpu()
+    if isinstance(value, torch.Tensor | np.ndarray | float):
+        return np.allclose(value, expected, rtol=1e-4, atol=1e-6)
+    if isinstance(value, tuple | list):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict):
+        return value.keys() == expected.keys() and all(same(value[k], expected[k]) for k in value)
+    return bool(value == expected)
+
+
+# --- what a trace can't do -----------------------------------------------------------------------
+
+After = Callable[[dict[str, Any], torch.Tensor], Any]
+"""What a step does with its state and its loss, when it has taken a step; gives its result."""
+
+
+def percent(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return "%.3f" % loss.item()  # noqa: UP031 - as users write it
+
+
+def padded(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return f"{loss.item():.3f}".ljust(12) + "|"
+
+
+def as_json(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return json.dumps({"step": state["step"], "loss": round(loss.item(), 3)})
+
+
+def decimal(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return round(Decimal(loss.item()), 3)
+
+
+def written(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    file = io.StringIO()
+    file.write(f"loss {loss.item():.3f}\n")
+    return file.getvalue()
+
+
+def on_the_host(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return loss.detach().cpu().numpy()
+
+
+def decides(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    state["best"] = min(state.get("best", math.inf), loss.item())
+    return state["best"]
+
+
+def by_tensor(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    if torch.isnan(loss):
+        raise ValueError("diverged")
+    return loss.detach()
+
+
+def by_size(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    return torch.nonzero(state["weight"].detach() > 0).shape[0]
+
+
+def kept_by_number(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    state.setdefault("losses", {})[state["step"]] = loss.item()
+    return dict(state["losses"])
+
+
+def extended(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    state.setdefault("losses", [])
+    state["losses"] += [loss.item()]
+    return list(state["losses"])
+
+
+def of_an_own_type(state: dict[str, Any], loss: torch.Tensor) -> Any:
+    state["time"] = state.get("time", Decimal(0)) + Decimal("0.5")
+    return state["time"], loss.detach()
+
+
+AFTER: list[After] = [
+    *(percent, padded, as_json, decimal, written, on_the_host, decides, by_tensor, by_size),
+    *(kept_by_number, extended, of_an_own_type),
+]
+
+
+def made(after: After, given: Training) -> tuple[Step, dict[str, Any]]:
+    model, optimizer = given
+    state: dict[str, Any] = {"step": 0, "weight": next(model.parameters())}
+
+    def step(x: torch.Tensor) -> Any:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state["step"] += 1
+        return after(state, loss)
+
+    return step, state
+
+
+@pytest.mark.parametrize("after", AFTER, ids=lambda after: after.__name__)
+def test_steps_that_are_no_program(after: After, warnings_told: Callable[[], list[str]]) -> None:
+    on_cpu, there = training(), training()
+    there[0].to("xla")
+    refused = training()
+    refused[0].to("xla")
+    with pytest.raises((xd.DataDependentError, TypeError)):
+        several_calls(made(after, refused)[0], batches()[0].to("xla"))
+    expected, _ = made(after, on_cpu)
+    step = falling(made(after, there)[0])
+    for x in batches():
+        assert same(step(x.to("xla")), expected(x))
+    assert same(there[0].state_dict(), on_cpu[0].state_dict())
+    assert len(warnings_told()) == 1 and step.traces == step.compilations
+
+
+def several_calls(function: Step, *args: Any) -> None:
+    """Enough calls, watched, for the refusal of each step here: some say so in a later one."""
+    step = xd.compile(function, watch="trace")
+    for _ in range(3):
+        step(*args)
+
+
+@pytest.mark.parametrize("after", [as_json, by_tensor], ids=lambda after: after.__name__)
+def test_on_meshes(after: After, mesh: DeviceMesh) -> None:
+    on_cpu, there = training(), training()
+    first = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else ""
+    rows = [Shard(0) if name == first else Replicate() for name in mesh.mesh_dim_names or ()]
+    for module in there[0].modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = rows if parameter.shape[0] == 8 else [Replicate()] * mesh.ndim
+            laid_out = distribute_tensor(parameter.data, mesh, cut)
+            setattr(module, name, nn.Parameter(laid_out))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim))
+    optimizer = torch.optim.SGD(there[0].parameters(), lr=0.1)
+    expected, _ = made(after, on_cpu)
+    step = falling(made(after, (there[0], optimizer))[0])
+    for x in batches():
+        given = distribute_tensor(x, mesh, [Replicate()] * mesh.ndim)
+        assert same(step(given), expected(x))
+
+
+# --- what the first try did ----------------------------------------------------------------------
+
+
+class Effects:
+    """What a step does beside computing."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, list[int]()
+        self.own, self.numpy = random.Random(3), np.random.default_rng(3)
+        self.memory, self.counter = np.zeros(2), itertools.count()
+        self.elements = iter(range(100))
+        self.cpu, self.semaphore = torch.zeros(2), threading.Semaphore(50)
+
+    def counts(self) -> Any:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.cpu += 1
+        return self.calls, self.cpu.tolist(), len(self.seen)
+
+    def draws(self) -> Any:
+        return random.random(), np.random.rand(), self.own.random(), self.numpy.random()
+
+    def draws_by_torch(self) -> Any:
+        return torch.rand(2).tolist()
+
+    def counts_by_iterator(self) -> Any:
+        return next(self.counter)
+
+    def takes(self) -> Any:
+        return next(self.elements)
+
+    def writes_to_memory(self) -> Any:
+        self.memory += 1
+        return self.memory.tolist()
+
+    def acquires(self) -> Any:
+        self.semaphore.acquire()
+        return self.semaphore._value
+
+
+def with_effect(effect: Callable[[Effects], Any]) -> tuple[Step, Effects]:
+    effects = Effects()
+
+    def step(x: torch.Tensor) -> Any:
+        did = effect(effects)
+        return did, json.dumps({"sum": x.sum().item()})
+
+    return step, effects
+
+
+def seeded(call: Callable[[], Any]) -> Any:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    return call()
+
+
+@pytest.mark.parametrize("effect", [Effects.counts, Effects.draws, Effects.draws_by_torch])
+def test_what_the_first_try_did_is_taken_back(effect: Callable[[Effects], Any]) -> None:
+    x = torch.ones(4)
+    expected = with_effect(effect)[0]
+    step = falling(with_effect(effect)[0])
+    want = seeded(lambda: [expected(x) for _ in range(CALLS)])
+    assert seeded(lambda: [step(x.to("xla")) for _ in range(CALLS)]) == want
+
+
+@pytest.mark.parametrize(
+    ("effect", "said"),
+    [
+        (Effects.counts_by_iterator, "takes the next element of"),
+        (Effects.takes, "takes the next element of"),
+        (Effects.writes_to_memory, "writes to"),
+        (Effects.acquires, "acquires"),
+    ],
+)
+def test_what_can_not_be_taken_back_is_not_done_twice(
+    effect: Callable[[Effects], Any], said: str, warnings_told: Callable[[], list[str]]
+) -> None:
+    step = falling(with_effect(effect)[0])
+    with pytest.raises((TypeError, xd.DataDependentError)) as error:
+        step(torch.ones(4, device="xla"))
+    note = error.value.__notes__[-1]  # others are JAX's
+    assert said in note and 'watch="replay"' in note and warnings_told() == []
+    # That is right from the first call on.
+    function, _ = with_effect(effect)
+    expected, _ = with_effect(effect)
+    replayed = xd.compile(function, watch="replay")
+    for _ in range(CALLS):
+        assert replayed(torch.ones(4, device="xla")) == expected(torch.ones(4))
+
+
+def test_what_draws_while_other_threads_run() -> None:
+    """Whose draws must stay drawn."""
+    step = falling(with_effect(Effects.draws)[0])
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with pytest.raises((TypeError, xd.DataDependentError)) as error:
+            step(torch.ones(4, device="xla"))
+    finally:
+        ended.set()
+        thread.join()
+    assert "draws random numbers" in error.value.__notes__[-1]
+
+
+# --- which calls are programs --------------------------------------------------------------------
+
+
+def test_calls_that_can_be_programs_are(warnings_told: Callable[[], list[str]]) -> None:
+    """As the kind of arguments says, or a decision by a number that Python knows."""
+    told: list[str] = []
+    calls = [0]
+
+    def step(x: torch.Tensor, tells: bool = False) -> torch.Tensor:
+        calls[0] += 1
+        loss = x.square().mean()
+        if tells:
+            told.append(json.dumps(loss.item()))
+        return loss * calls[0]
+
+    compiled = falling(step)
+    x = torch.full((4,), 3.0, device="xla")
+    results = [compiled(x, tells=i % 3 == 2).item() for i in range(9)]
+    assert results == [9.0 * (i + 1) for i in range(9)]
+    assert told == ["9.0"] * 3 and calls == [9]
+    assert len(warnings_told()) == 1
+    runs = [program.runs for program in compiled.programs()]
+    assert sum(runs) == 6  # of nine; the others were replayed
+
+
+def test_a_step_that_is_traced_in_every_call(warnings_told: Callable[[], list[str]]) -> None:
+    """Its Python might as well run."""
+    state = {"name": "a"}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * len(state["name"])
+
+    compiled = falling(step)
+    x = torch.ones(2, device="xla")
+    for i in range(1, 12):
+        state["name"] = "a" * i
+        assert compiled(x)[0] == i
+    assert len(warnings_told()) == 1 and compiled.programs()
+    always = xd.compile(step, watch="trace")
+    for i in range(1, 12):
+        state["name"] = "a" * i
+        always(x)
+    assert len(always.programs()) > MANY_TRACES
+    assert len(warnings_told()) == 1
+
+
+def test_a_change_of_the_number_of_rows_is_no_reason(
+    warnings_told: Callable[[], list[str]],
+) -> None:
+    step = falling(lambda x: x.sum())
+    for rows in range(1, 10):
+        assert step(torch.ones(rows, device="xla")) == rows
+    assert warnings_told() == []
+
+
+# --- the step's methods --------------------------------------------------------------------------
+
+
+def summed(x: torch.Tensor) -> str:
+    return json.dumps(x.sum().item())
+
+
+def test_what_the_step_says_of_itself() -> None:
+    step = falling(summed)
+    x = torch.ones(4, device="xla")
+    assert step.why_not(x) == "the step has not been called yet"
+    assert [step(x), step(x)] == ["4.0", "4.0"]
+    assert "runs in every call" in str(step.why_not(x))
+    assert step.compilations == step.traces == len(step.compiled_programs()) == 1
+    x.add_(1)
+    assert step.again() == "8.0"
+    step.clear_cache()
+    assert step.compiled_programs() == []
+    with pytest.raises(RuntimeError, match="needs a call"):
+        step.again()
+    assert step(x) == "8.0" and step.compilations == 2
+    with pytest.raises(RuntimeError, match="no layouts were chosen"):
+        step.layouts()
+    with pytest.raises(TypeError, match="JSON"):
+        step.lower(x)
+
+
+def test_again_follows_the_call_that_ran_last() -> None:
+    step = falling(lambda x, tells: json.dumps(x.sum().item()) if tells else x.sum())
+    x = torch.ones(4, device="xla")
+    assert step(x, True) == "4.0" and step.again() == "4.0"
+    assert step(x, False) == 4 and step.again() == 4
+    assert step(x, True) == "4.0" and step.again() == "4.0"
+
+
+def test_copies() -> None:
+    step = falling(summed)
+    for other in (copy.deepcopy(step), copy.copy(step)):
+        assert other(torch.ones(2, device="xla")) == "2.0"
+    strict = copy.deepcopy(xd.compile(summed, watch="trace"))
+    with pytest.raises(TypeError):
+        strict(torch.ones(2, device="xla"))
+
+
+def test_methods() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.total = 0.0
+
+        @functools.partial(xd.compile, watch="auto")
+        def step(self, x: torch.Tensor) -> str:
+            self.total += x.sum().item()
+            return json.dumps(self.total)
+
+    one, other = Trainer(), Trainer()
+    x = torch.ones(2, device="xla")
+    assert [one.step(x), one.step(x), other.step(x)] == ["2.0", "4.0", "2.0"]
+
+
+def test_in_a_step_around_it() -> None:
+    inner = falling(lambda x: x * 2 if x.sum() > 0 else x)
+    outer = falling(lambda x: inner(x) + 1)
+    assert outer(torch.ones(2, device="xla"))[0] == 3
+    assert outer(-torch.ones(2, device="xla"))[0] == 0
+
+
+# --- what raises, as it did ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"watch": "trace"},
+        {"audit": 2},
+        {"checks": False},
+        {"layouts": "step"},
+        {"buckets": {"x": {0: (4, 8)}}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_what_a_replayed_step_does_not_know(asked: dict[str, Any]) -> None:
+    with xd.config.override(watch="auto"):
+        step = xd.compile(lambda x: x * 2 if x.sum() > 0 else x, **asked)
+    with pytest.raises(xd.DataDependentError):
+        step(torch.ones(4, device="xla"))
+
+
+def test_the_switch() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    x = torch.ones(4, device="xla")
+    with xd.config.override(watch="trace"):
+        with pytest.raises(xd.DataDependentError):
+            xd.compile(step)(x)
+        assert xd.compile(step, watch="auto")(x)[0] == 2
+    with xd.config.override(watch="auto"):
+        assert xd.compile(step)(x)[0] == 2
+    with pytest.raises(ValueError, match="'auto' or 'trace'"):
+        xd.config.watch = "replay"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match='"auto", "trace" or "replay"'):
+        xd.compile(step, watch="always")  # type: ignore[call-overload]
+
+
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = falling(summed)
+    x = torch.ones(4, device="xla")
+    fallback = step._fallback
+    assert fallback is not None
+    error = xd.DataDependentError("no")
+    monkeypatch.setattr(processes, "several", lambda: True)
+    from xla_dtensor.compilation.step.fallback import Begun
+
+    assert not fallback.serves(error, Begun())
+    assert "several processes" in error.__notes__[0]
+    monkeypatch.undo()
+    assert step(x) == "4.0"
+
+
+def test_iterators_among_the_arguments() -> None:
+    step = falling(lambda rows: json.dumps(next(rows).sum().item()))
+    with pytest.raises(TypeError, match="JSON"):
+        step(iter([torch.ones(2, device="xla")] * 3))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, xd.UnsupportedOpError])
+def test_errors_of_the_users(kind: type[Exception]) -> None:
+    """One that has nothing to do with values is raised by the trace; one behind an item by the
+    Python that runs, alone, with torch's effects up to there."""
+    weight = torch.zeros(2, device="xla")
+
+    def step(x: torch.Tensor, asks: bool) -> torch.Tensor:
+        weight.add_(1)
+        if asks:
+            json.dumps(x.sum().item())
+        raise kind("the user's")
+
+    compiled = falling(step)
+    x = torch.ones(2, device="xla")
+    with pytest.raises(kind, match="the user's"):
+        compiled(x, False)
+    assert weight.tolist() == [0, 0]
+    for calls in (1, 2):
+        with pytest.raises(kind, match="the user's") as error:
+            compiled(x, True)
+        assert error.value.__context__ is None
+        assert weight.tolist() == [calls, calls]
+
+
+# --- threads and interrupts ----------------------------------------------------------------------
+
+
+def test_threads_share_it() -> None:
+    state = {"n": 0}
+
+    def step(x: torch.Tensor) -> str:
+        state["n"] += 1
+        return json.dumps((x.sum() * 2).item())
+
+    compiled = falling(step)
+    found: list[tuple[int, str]] = []
+
+    def work(i: int) -> None:
+        found.extend((i, compiled(torch.full((4,), float(i), device="xla"))) for _ in range(5))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20 and all(text == json.dumps(8.0 * i) for i, text in found)
+    assert state["n"] == 20
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+def test_an_interrupt_comes_into_its_python() -> None:
+    weight = torch.zeros(2, device="xla")
+
+    def step(x: torch.Tensor, waits: bool) -> str:
+        text = json.dumps(x.sum().item())
+        if waits:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        weight.add_(1)
+        return text
+
+    compiled = falling(step)
+    x = torch.ones(2, device="xla")
+    assert compiled(x, False) == "2.0"
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        compiled(x, True)
+    assert time.monotonic() - begin < 10
+    assert weight.tolist() == [1, 1]
+    assert compiled(x, False) == "2.0" and weight.tolist() == [2, 2]
