@@ -464,7 +464,7 @@ def test_the_switch() -> None:
     with pytest.raises(ValueError, match="'auto' or 'trace'"):
         xd.config.watch = "replay"  # type: ignore[assignment]
     with pytest.raises(ValueError, match='"auto", "trace" or "replay"'):
-        xd.compile(step, watch="always")  # type: ignore[call-overload]
+        xd.compile(step, watch="always")
 
 
 def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
