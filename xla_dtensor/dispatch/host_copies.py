@@ -87,11 +87,8 @@ def _zero_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _with_a_value(tensor: Any) -> Any:
     """A tensor with the layout of one on the meta device; zeros, as memory has to be something."""
-    import jax
-
     form = tensor._form.reduced().with_meta(False)
-    with jax.enable_x64(True):
-        array = arrays.full(form.array_shape, 0, form.jax_dtype, form.sharding)
+    array = arrays.full(form.array_shape, 0, form.jax_dtype, form.sharding)
     return new_tensor(array, form)
 
 

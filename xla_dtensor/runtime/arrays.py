@@ -104,15 +104,16 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any, sharding: Any) -> Any:
         return AbstractArray(shape, dtype, sharding)
     import jax
 
-    if not _in_host_memory(sharding):
-        return jax.numpy.full(shape, value, dtype=dtype, device=sharding)
-    # Without a program for each shape: compiling one takes longer than filling the memory, which
-    # all devices share (XLA writes to none that came from NumPy).
-    number = np.asarray(value).astype(dtype)
-    if sharding is None:
-        return jax.device_put(np.full(shape, number))
-    shard = np.full(sharding.shard_shape(shape), number)
-    return jax.make_array_from_callback(shape, sharding, lambda index: shard)
+    with jax.enable_x64(True):
+        if not _in_host_memory(sharding):
+            return jax.numpy.full(shape, value, dtype=dtype, device=sharding)
+        # Without a program for each shape: compiling one takes longer than filling the memory,
+        # which all devices share (XLA writes to none that came from NumPy).
+        number = np.asarray(value).astype(dtype)
+        if sharding is None:
+            return jax.device_put(np.full(shape, number))
+        shard = np.full(sharding.shard_shape(shape), number)
+        return jax.make_array_from_callback(shape, sharding, lambda index: shard)
 
 
 def _in_host_memory(sharding: Any) -> bool:

@@ -133,19 +133,17 @@ def none_started(trace: Any, shared: list[tuple[Any, str]]) -> Iterator[None]:
                 raise refused[0] from None
             raise
         finally:
-            did = None
-            if not others_run():  # they may have changed the amounts
-                changed = (
-                    _of_queue(f"puts into, takes from or acquires {path}", each)
-                    for (each, path), amount in zip(shared, before, strict=True)
-                    if _amount(each) != amount
-                )
-                did = next(changed, None)
+            changed = (
+                _of_queue(f"puts into, takes from or acquires {path}", each)
+                for (each, path), amount in zip(shared, before, strict=True)
+                if _amount(each) != amount
+            )
+            did = next(changed, None)
             if did is not None:
                 lasting.note(did)
     if refused:
         raise refused[0]
-    if did is not None:
+    if did is not None and not others_run():  # they may have changed the amounts
         raise DataDependentError(f"the step {did}")
 
 

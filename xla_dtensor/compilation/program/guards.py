@@ -35,6 +35,8 @@ class Mismatch:
         path: the first of them, or the cache that has forgotten something.
         numbers: the names of the numbers among them.
         items: the items that have changed, and can be inputs (`Looked.is_item`), by their lines.
+        moved: the names of the places that values are taken from, and that are in other lists or
+            dicts now.
     """
 
     why: str
@@ -43,6 +45,7 @@ class Mismatch:
     paths: frozenset[str] = frozenset()
     numbers: frozenset[str] = frozenset()
     items: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
 
 
 class Guards:
@@ -153,7 +156,8 @@ class Guards:
         now = traced.look_again()
         if not traced.carries(now):
             return Mismatch(
-                "whether there is something that the step keeps from one call to the next"
+                "whether there is something that the step keeps from one call to the next",
+                moved=traced.moved(now),
             )
         forgotten = self.watch.forgotten()
         if forgotten is not None:

@@ -20,6 +20,7 @@ from xla_dtensor.compilation.code.garbage import NewObjects
 from xla_dtensor.compilation.code.host_random import none_drawn
 from xla_dtensor.compilation.code.installed import users_code
 from xla_dtensor.compilation.code.threads import none_started
+from xla_dtensor.compilation.objects.places import Entries
 from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
@@ -264,6 +265,22 @@ class Traced:
         """Whether ``watch`` takes the values of the same places as this trace."""
         mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.reached.carried))
         return mine == now
+
+    def read_of_schedulers(self) -> set[str]:
+        """The names of what the step reads of schedulers that it steps: another number each call."""
+        stepped = {id(vars(scheduler)) for scheduler, *_ in self.schedulers.calls}
+        return {
+            place.label(key)
+            for place in self.watch.reached.places
+            if isinstance(place, Entries) and id(place.owner) in stepped
+            for key in place.keys
+            if key in ("_last_lr", "last_epoch")
+        }
+
+    def moved(self, watch: Watch) -> frozenset[str]:
+        """The names of places that ``watch`` takes values from, too, in other lists or dicts."""
+        mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.reached.carried))
+        return frozenset(name for name in mine.keys() & now.keys() if mine[name] != now[name])
 
     @interrupts.atomic
     def _abandon(self, surroundings: PlacesBefore) -> None:

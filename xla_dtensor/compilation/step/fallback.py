@@ -77,7 +77,7 @@ class Fallback(ReplayedStep):
         why = str(error)
         if not isinstance(error, DataDependentError):
             why = f"what .item() gives has no value while the step is traced ({error!r})"
-        self._say(f"is no one program: {_HOW}, which takes longer. {why}")
+        self._say(f"can't be one program: {_HOW}, which takes longer. {why}")
         return why
 
     def tell_of_many(self, text: str) -> None:

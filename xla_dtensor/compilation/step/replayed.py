@@ -42,7 +42,8 @@ class ReplayedStep(BaseStep):
     Attributes:
         compilations: how many programs were compiled so far.
         traces: likewise, as each is made of what one call has written down.
-        recompilations: a line for each after the first: where the operations were others.
+        recompilations: a line for each that came where there was one: where the operations were
+            others. (A call that reads a value is several programs, one after the other.)
 
     Example::
 
@@ -86,7 +87,8 @@ class ReplayedStep(BaseStep):
         if not interrupts.ready():
             interrupts.install()
         lazy.flush_all()
-        recorded = (NotingStepBatch if self._notes_lines else StepBatch)(self._program_of)
+        self._piece = 0
+        recorded = (NotingStepBatch if self._notes_lines else StepBatch)(self._next_program)
         try:
             # What is written down is thousands of objects that all go with the call's end: Python
             # would visit them again and again meanwhile, and now and then all others with them.
@@ -125,12 +127,19 @@ class ReplayedStep(BaseStep):
             assert step.compiled_programs() == []
         """
         self._programs.clear()
-        self._latest: ReplayedProgram | None = None
-        self._uncollected = 0
+        # What was compiled last, by which piece of a call it is.
+        self._latest: dict[int, ReplayedProgram] = {}
+        self._piece = self._uncollected = 0
         # For the message should the operations be others next time.
         self._notes_lines = True
 
     # --- internals ---------------------------------------------------------------------------
+
+    def _next_program(self, recorded: StepBatch) -> ReplayedProgram | Refused | None:
+        """`_program_of` the next piece of a call."""
+        program = self._program_of(recorded)
+        self._piece += program is not None
+        return program
 
     def _program_of(self, recorded: StepBatch) -> ReplayedProgram | Refused | None:
         """The program of what was written down, compiled if there is none; None if nothing is
@@ -177,8 +186,9 @@ class ReplayedStep(BaseStep):
             if attempt.is_final(error):
                 raise
             return Refused(error, self._name(), len(entries))
-        self._count(True, None if self._latest is None else self._latest.difference(program))
-        self._latest = program
+        before = self._latest.get(self._piece)
+        self._count(True, None if before is None else before.difference(program))
+        self._latest[self._piece] = program
         return program
 
 

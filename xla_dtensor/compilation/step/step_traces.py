@@ -123,6 +123,12 @@ class StepTraces:
         changed = missed.numbers - self._not_carried.keys()
         self._carried, self._counted = self._carried | changed, self._counted | changed
         self._items = (self._items or frozenset()) | missed.items
+        for name in missed.moved & self._counted:
+            # A list that is replaced by another one (`scheduler._last_lr`) is taken from where
+            # that is, with all that is in it.
+            outer = {name[: name.rindex("[")]} if name.endswith("]") else set()
+            self._carried, self._counted = self._carried - {name}, self._counted - {name}
+            self._carried, self._counted = self._carried | outer, self._counted | outer
 
     def _with_cuts(self, arguments: Arguments, family: Family, missed: Mismatch | None) -> Traced:
         """A trace, and of a step whose arguments are padded, what of its results is cut back."""
@@ -203,6 +209,7 @@ class StepTraces:
             earlier = () if last is None else last.traced.effects.all
             again = [e for e in effects.all if is_counted_on(e, carried, earlier)]
             counted = {label for effect in again for label in effect.labels()} & effects.counted
+            counted |= traced.read_of_schedulers()
             found = (effects.replaced | counted) - self._not_carried.keys()
             found -= self._carried | not_yet
             if found:
