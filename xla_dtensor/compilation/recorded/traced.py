@@ -267,7 +267,7 @@ class Traced:
         return mine == now
 
     def read_of_schedulers(self) -> set[str]:
-        """The names of what the step reads of schedulers that it steps: another number each call."""
+        """The names of what the step reads of schedulers that it steps: others in each call."""
         stepped = {id(vars(scheduler)) for scheduler, *_ in self.schedulers.calls}
         return {
             place.label(key)
