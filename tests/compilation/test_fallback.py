@@ -297,6 +297,51 @@ def test_what_can_not_be_taken_back_is_not_done_twice(
         assert replayed(torch.ones(4, device="xla")) == expected(torch.ones(4))
 
 
+def test_what_it_prints_and_logs_is_there_once(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the line at which a trace can't go on, and of traces that are made again."""
+    log, calls = logging.getLogger("of the user"), [0]
+    log.setLevel(logging.INFO)
+
+    def step(x: torch.Tensor, ends: str) -> torch.Tensor:
+        calls[0] += 1  # the first trace finds that it is raised, the second one has it as an input
+        print("call", calls[0], "of", ends)
+        log.info("call %d", calls[0])
+        if ends == "replayed":
+            json.dumps(x.sum().item())
+        if ends == "raising":
+            raise KeyError(ends)
+        return x * calls[0]
+
+    compiled = falling(step)
+    x = torch.ones(2, device="xla")
+    for ends in ("traced", "replayed", "replayed", "traced"):
+        assert compiled(x, ends)[0] == calls[0]
+    with pytest.raises(KeyError):
+        compiled(x, "raising")
+    # A program's call doesn't run the Python.
+    texts = ["call 1 of traced", "call 2 of replayed", "call 3 of replayed", "call 5 of raising"]
+    assert capsys.readouterr().out.splitlines() == texts
+    said = [r.getMessage() for r in caplog.records if r.name == "of the user"]
+    assert said == ["call 1", "call 2", "call 3", "call 5"]
+
+
+def test_a_debugger_sees_what_it_prints_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    debugger = {"__name__": "pdb", "seen": seen}
+    exec("def stop(show):\n    show()\n", debugger)
+
+    @functools.partial(xd.compile, watch="trace")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        debugger["stop"](lambda: print("typed"))
+        seen.append(capsys.readouterr().out)
+        return x
+
+    step(torch.ones(2, device="xla"))
+    assert seen[0] == "typed\n"
+
+
 def test_what_draws_while_other_threads_run() -> None:
     """Whose draws must stay drawn."""
     step = falling(with_effect(Effects.draws)[0])

@@ -56,10 +56,17 @@ def _as_printed(value: Any) -> Any:
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
     can't compute with, ``issubclass`` takes their types for those that they stand for, and what
-    prints and logs them gets plain ones."""
+    prints and logs them gets plain ones.
+
+    Args:
+        put_off: keeps what the user's code prints until the trace is through.
+    """
+
+    def __init__(self, put_off: Callable[[Callable[[], None]], None]) -> None:
+        self._put_off = put_off
 
     def __enter__(self) -> None:
-        self._printed = PrintedNumbers(_as_printed)
+        self._printed = PrintedNumbers(_as_printed, self._put_off)
         self._printed.__enter__()
         self._issubclass = builtins.issubclass
         builtins.issubclass = _of_types(self._issubclass)

@@ -1,7 +1,8 @@
 """``print`` and loggers while a step is traced: they get numbers where it has symbolic ones.
 
 What is printed of a number that isn't known before the program has run is printed by each call,
-when it has.
+when it has. What else the user's code prints waits until the trace is through, as it may have to
+be made again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime
 import functools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType, FunctionType
@@ -36,13 +38,15 @@ class PrintedNumbers:
 
     Args:
         plain: a value as the number that it is now, if it is a symbolic one that has a value.
+        put_off: keeps what is to be called when the trace is through.
     """
 
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
+    def __init__(self, plain: Any, put_off: Callable[[Callable[[], None]], None]) -> None:
+        self._plain, self._put_off = plain, put_off
 
     def __enter__(self) -> None:
         entered.append(Entered(sys.stdout, sys.stderr, Marks()))
+        self._thread = threading.get_ident()
         self._print, self._handle = builtins.print, logging.Logger.handle
         builtins.print = functools.wraps(print)(self._printing(print))
         logging.Logger.handle = self._handling(self._handle)  # type: ignore[method-assign]
@@ -98,7 +102,12 @@ class PrintedNumbers:
         parts = [self._parts(value) for value in values]
         node = next(filter(None, (waiting(p) for p in parts if isinstance(p, Parts))), None)
         if node is None:
-            show(*(shown_now(p) if isinstance(p, Parts) else p for p in parts))
+            now = [shown_now(p) if isinstance(p, Parts) else p for p in parts]
+            own = threading.get_ident() == self._thread
+            if own and all(map(_is_constant, now)) and _is_the_steps(frame):
+                self._put_off(functools.partial(show, *now))
+            else:
+                show(*now)
             return
         users = _of_user(frame)
         if _tells_time(users):
@@ -153,9 +162,30 @@ class _Shown:
 
 def _as_it_is(value: Any) -> Any:
     """What is printed later of a value that may be another one by then."""
-    constant = value is None or isinstance(value, Parts)
-    constant = constant or type(value) in (bool, int, float, complex, str, bytes)
-    return value if constant else _Shown(value)
+    return value if isinstance(value, Parts) or _is_constant(value) else _Shown(value)
+
+
+def _is_constant(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _is_the_steps(frame: FrameType | None) -> bool:
+    """Whether it is the user's code itself that prints or logs, and no debugger, whom somebody
+    waits for."""
+    while frame is not None and _module_of(frame).partition(".")[0] == "logging":
+        frame = frame.f_back
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return False
+    while frame is not None and _module_of(frame) not in _DEBUGGERS:
+        frame = frame.f_back
+    return frame is None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+_DEBUGGERS = ("bdb", "pdb", "IPython.terminal.debugger", "pydevd", "debugpy", "pudb")
 
 
 _TIMES = (time.time, time.perf_counter, time.monotonic, time.process_time, time.strftime)

@@ -1,5 +1,7 @@
-"""A file stream that starts writing to disk as it is filled, not only at the final sync; and what
-is raised where something can't be written."""
+"""A file stream that starts writing to disk as it is filled, not only at the final sync.
+
+And what is raised where something can't be written.
+"""
 
 from __future__ import annotations
 

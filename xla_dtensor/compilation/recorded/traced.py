@@ -165,7 +165,7 @@ class Traced:
         for place, value in arguments.with_carried_numbers(self.carried, numbers):
             surroundings.plant(place, value)
         del numbers
-        computing = MathOfNumbers()
+        computing = MathOfNumbers(self.trace.items.prints.append)
         with self.host, self.schedulers, self.hooks, cumulative_norms(), computing, start.ids:
             try:
                 out = _call(start.function, args, kwargs)
@@ -282,8 +282,13 @@ class Traced:
         mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.reached.carried))
         return frozenset(name for name in mine.keys() & now.keys() if mine[name] != now[name])
 
+    def print_now(self) -> None:
+        """Print what the step's Python has printed: the trace needn't be made again."""
+        self.trace.items.prints.show()
+
     @interrupts.atomic
     def _abandon(self, surroundings: PlacesBefore) -> None:
+        self.trace.items.prints.fail()
         self.hooks.undo()
         surroundings.restore()  # no tracer stays in an attribute
         end_numbers(self.trace.python_numbers)

@@ -41,6 +41,7 @@ def compare(name: str, function: Callable[..., Any], traced: Traced, arguments: 
             "it didn't read when it was traced. Nothing has been computed in this call."
         ) from more
     again.undo()
+    again.print_now()
     mine, now = (_signature(t, arguments) for t in (traced, again))
     _add_what_is_there(now["what its Python changes"], traced)
     for what, before in mine.items():

@@ -38,6 +38,7 @@ from xla_dtensor.compilation.step.lower_only import called_without_data
 from xla_dtensor.compilation.step.step_traces import StepTraces
 from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.trace.first_calls import FirstCall
+from xla_dtensor.compilation.trace.items import PutOff
 from xla_dtensor.compilation.trace.numbers import NumberChanged
 from xla_dtensor.errors import (
     CompiledFileError,
@@ -285,6 +286,7 @@ class CompiledStep(BaseStep):
             except ReadsMore as more:
                 traces.read(more.reads, more.watch)
                 traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
+            traced.print_now()
             try:
                 program = self._program(traced, traced.take_call())
                 first.only_writes({})
@@ -467,6 +469,7 @@ class CompiledStep(BaseStep):
         """
         why = family.explain(arguments, self._last) if missed is None else missed.why
         begun = Begun()
+        PutOff.begin()
         try:
             call, program, run = self._first_launch(arguments, family, missed)
         except ReadsMore as more:
@@ -476,6 +479,7 @@ class CompiledStep(BaseStep):
             return self._call(again, fallback), True
         except Exception as error:
             if fallback is None or not fallback.serves(error, begun):
+                PutOff.show_failed()
                 raise
             family.refused = fallback.tell(error)
             return None, False
@@ -506,6 +510,7 @@ class CompiledStep(BaseStep):
             with tracing:
                 with self._checks, in_blocks(self._in_blocks):
                     traced = self._traces.made(arguments, family, missed)
+                traced.print_now()
                 paths = missed.paths if missed else frozenset()
                 self._traces.compare_what_it_assigns(traced, paths)
                 call = traced.take_call()

@@ -20,6 +20,39 @@ from xla_dtensor.forms.form import Form
 from xla_dtensor.forms.read import logical_value
 
 
+class PutOff:
+    """What a trace has printed, which waits until it is known that it isn't made again."""
+
+    _of_failed: PutOff | None = None
+
+    def __init__(self) -> None:
+        self._shows: list[Callable[[], None]] = []
+        self.append = self._shows.append
+
+    def show(self) -> None:
+        """Print it, once."""
+        shows = self._shows[:]
+        self._shows.clear()
+        for show in shows:
+            show()
+
+    def fail(self) -> None:
+        """The trace has failed."""
+        PutOff._of_failed = self
+
+    @staticmethod
+    def begin() -> None:
+        """Traces are going to be made, and none has failed."""
+        PutOff._of_failed = None
+
+    @staticmethod
+    def show_failed() -> None:
+        """Print what the trace has printed that has failed last: its error is going to be raised,
+        which wants to be understood."""
+        if PutOff._of_failed is not None:
+            PutOff._of_failed.show()
+
+
 class TracedItems:
     """The items of one trace.
 
@@ -33,6 +66,7 @@ class TracedItems:
         to_check: numbers that a tensor has met, and that Python may raise for (``1 / loss.item()``)
             where the devices don't: each call computes them on the host as well.
         printed: what is printed and logged of them: by what, with which values.
+        prints: what else the user's code has printed and logged.
     """
 
     given = 0
@@ -43,6 +77,7 @@ class TracedItems:
         self.arrays: list[tuple[Any, Form]] = []
         self.to_check: list[PendingNode] = []
         self.printed: list[tuple[Callable[..., Any], list[Any]]] = []
+        self.prints = PutOff()
 
     def refuse(self, what: str) -> NoReturn:
         self._refuse(what, _WAY)
