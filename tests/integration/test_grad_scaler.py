@@ -78,7 +78,8 @@ def test_steps(name: str, overflows: tuple[int, ...], clips: bool) -> None:
         torch.testing.assert_close(loss.cpu(), loss_on_cpu, equal_nan=True)
         assert scale == scale_on_cpu
         assert_same(model, expected)
-    assert step.traces == 2  # the first call makes the scale
+    # The scale is made before. Adagrad's step counts are one array in the first call alone.
+    assert step.traces == (2 if name == "adagrad" else 1)
 
 
 @pytest.mark.parametrize("overflows", OVERFLOWS)
@@ -133,7 +134,7 @@ def test_what_cannot_be_undone_is_refused(name: str) -> None:
     optimizers, message = REFUSED[name]
     model, step = training(optimizers, "xla", False)
     before = [p.detach().cpu() for p in model.parameters()]
-    with pytest.raises(xd.UnsupportedOpError, match=message):
+    with pytest.raises(xd.DataDependentError, match=message):
         xd.compile(step)(batches(())[0].to("xla"))
     for parameter, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach().cpu(), old, rtol=0, atol=0)
@@ -191,3 +192,14 @@ def test_a_scaler_that_has_begun_outside() -> None:
         step_on_cpu(x)
         assert_same(model, expected)
     assert compiled.traces == 1
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_undone_is_replayed(name: str) -> None:
+    """By default: torch decides then, by the value."""
+    expected, step_on_cpu = training(REFUSED[name][0], "cpu", False)
+    model, step = training(REFUSED[name][0], "xla", False)
+    step = xd.compile(step, watch="auto")
+    for x in batches((1,)):
+        assert step(x.to("xla"))[1] == step_on_cpu(x)[1]
+        assert_same(model, expected)

@@ -25,6 +25,19 @@ Settle = Callable[[Any, Any], bool]
 """``settle(found, left)``: `Executor.depends_on` has it."""
 
 
+class MadeBefore(BaseException):
+    """Something that a trace would make is to be there before it, as an input of the program. No
+    error of the step's.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], None]) -> None:
+        super().__init__()
+        self.make = make
+
+
 class Executor:
     """Runs operations.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from xla_dtensor.base import interrupts
+from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.torch_private.attributes import is_leaf
 from xla_dtensor.compilation.call.arguments import Arguments
 from xla_dtensor.compilation.code.host_random import OWN, MaybeAnotherThread
@@ -18,6 +18,7 @@ from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
 from xla_dtensor.errors import DataDependentError, MeshMismatchError
+from xla_dtensor.execution import lazy
 from xla_dtensor.tensors.base import grad_of
 
 
@@ -112,6 +113,9 @@ def _trace(
                     traced = attempt_with(recorder)
                 finally:
                     OWN.reset(token)
+        except executor.MadeBefore as before:
+            before.make()
+            lazy.flush_all()
         except Exception as error:
             if attempt.is_final(error):
                 raise

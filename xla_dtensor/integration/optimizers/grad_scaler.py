@@ -20,7 +20,7 @@ from xla_dtensor.base.torch_private.attributes import (
     set_notes_of_scaler,
     step_hooks_of,
 )
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import DataDependentError
 from xla_dtensor.integration.patching.take_over import take_over
 
 
@@ -32,8 +32,16 @@ def install() -> None:
 
 
 def _begin(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with executor.current().making_state():
-        return original(*args, **kwargs)
+    """Make its scale: before a step is traced that would, so that it is an input from the first
+    call on."""
+
+    def make() -> None:
+        with executor.current().making_state():
+            original(*args, **kwargs)
+
+    if executor.trace() is not None:
+        raise executor.MadeBefore(make)
+    make()
 
 
 def _update(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,7 +94,7 @@ def _check(optimizer: Any, closure: list[Any]) -> None:
     elif step_hooks_of(optimizer):
         why = f"of {name}, around whose steps there are hooks, which would run in any case"
     if why:
-        raise UnsupportedOpError(
+        raise DataDependentError(
             f"GradScaler.step() in a compiled step {why}: whether the optimizer steps is known on "
             "the devices alone; call scaler.step() and scaler.update() outside of the compiled step"
         )
@@ -118,7 +126,7 @@ def _undo(
             before = torch.full_like(value, before)
         value.copy_(torch.where(overflows, before, value))
     elif _kept(value) != before:
-        raise UnsupportedOpError(
+        raise DataDependentError(
             f"GradScaler.step() in a compiled step: {type(optimizer).__name__} changes "
             f"state{where[1]}, which is on no device, and whether it steps is known there alone; "
             'keep it in a tensor on "xla", or call scaler.step() and scaler.update() outside of '
@@ -130,7 +138,7 @@ def _as_made(optimizer: Any, tensor: Any) -> Any:
     """What state that an optimizer makes in its first step holds where it doesn't step."""
     made = executor.current().made_with(tensor)
     if made is None and not (isinstance(optimizer, torch.optim.SGD) and not _dampens(optimizer)):
-        raise UnsupportedOpError(
+        raise DataDependentError(
             f"GradScaler.step() in a compiled step: {type(optimizer).__name__} makes state in its "
             "first step that isn't known where it doesn't step; call scaler.step() and "
             "scaler.update() outside of the compiled step once"
