@@ -32,6 +32,7 @@ import xla_dtensor as xd
 from xla_dtensor.compilation import CompiledStep
 from xla_dtensor.compilation.call.retraces import MANY_TRACES
 from xla_dtensor.compilation.code import host_random
+from xla_dtensor.compilation.step.base_step import TOLD
 from xla_dtensor.runtime import processes
 
 CALLS = 4
@@ -410,6 +411,19 @@ def test_a_change_of_the_number_of_rows_is_no_reason(
     for rows in range(1, 10):
         assert step(torch.ones(rows, device="xla")) == rows
     assert warnings_told() == []
+
+
+def test_many_recompilations_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a step whose shapes depend on values, and are others in each call."""
+    step = falling(lambda x: x[x > 0].sum())
+    with caplog.at_level(logging.INFO, "xla_dtensor"):
+        for n in range(2, TOLD + 6):
+            x = torch.arange(TOLD + 6) < n
+            assert step(torch.where(x, 1.0, -1.0).to("xla")) == n
+    told = [r.levelno for r in caplog.records if "recompiled" in r.getMessage()]
+    assert len(step.recompilations) > TOLD
+    assert told.count(logging.WARNING) == TOLD + 1
+    assert told.count(logging.INFO) == len(step.recompilations) - TOLD
 
 
 # --- the step's methods --------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from xla_dtensor.compilation.step.copied import deep_copy, reduced
 
 logger = logging.getLogger("xla_dtensor")
 
+TOLD = 20  # recompilations of a step that are logged as warnings
+
 
 class BaseStep:
     """A step: its name, that it can be a method, and its counts.
@@ -51,8 +53,15 @@ class BaseStep:
             counters.add("recompilations")
             # Steps that nobody has written (transformers' `generate`) have lengths of their own.
             own = str(getattr(self._function, "__module__", "")).startswith("xla_dtensor.")
-            level = logging.INFO if own else logging.WARNING
+            often = len(self.recompilations)
+            level = logging.INFO if own or often > TOLD else logging.WARNING
             logger.log(level, "xla_dtensor: recompiled %s: %s", self._name(), why)
+            if often == TOLD and not own:
+                logger.warning(
+                    "xla_dtensor: recompiled %s %d times; its recompilations has this list, and "
+                    "what comes is logged with INFO",
+                    *(self._name(), often),
+                )
 
 
 def name_of(function: Any) -> str:

@@ -277,8 +277,8 @@ class CompiledStep(BaseStep):
         if self._buckets is not None:
             args, kwargs, _ = self._buckets.padded(args, kwargs)
         lazy.flush_all()
-        blocks = in_blocks(self._in_blocks)
-        with self._lock, tracing, FirstCall() as first, self._checks, blocks, Seldom():
+        blocks, prints = in_blocks(self._in_blocks), PutOff.shown_if_failed()
+        with self._lock, tracing, FirstCall() as first, self._checks, blocks, Seldom(), prints:
             traces = self._traces.copy()
             arguments = Arguments(args, kwargs, traces.reads)
             try:
@@ -494,9 +494,9 @@ class CompiledStep(BaseStep):
         self._keep(program, call, family)
         told = self._many.message(why, missed.decided if missed else None)
         family.misses = 0 if missed is None else family.misses + 1
-        if fallback is not None and family.misses >= MANY_TRACES:
+        often = told or f"is traced in every call: {why}"
+        if fallback is not None and family.misses >= MANY_TRACES and fallback.serves_many(often):
             family.refused = why or ""
-            fallback.tell_of_many(told or f"is traced in every call: {why}")
         elif told is not None:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result, True

@@ -80,9 +80,12 @@ class Fallback(ReplayedStep):
         self._say(f"can't be one program: {_HOW}, which takes longer. {why}")
         return why
 
-    def tell_of_many(self, text: str) -> None:
-        """Say that the step is replayed, as it is traced again and again: ``text``."""
+    def serves_many(self, text: str) -> bool:
+        """Whether a step may be replayed that is traced in every call: ``text`` says why."""
+        if processes.several():
+            return False
         self._say(f"{text}. {_HOW[0].upper()}{_HOW[1:]}.")
+        return True
 
     def _say(self, text: str) -> None:
         logger.warning('xla_dtensor: %s %s (Not with watch="trace".)', self._name(), text)

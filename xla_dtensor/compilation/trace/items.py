@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,6 +52,17 @@ class PutOff:
         which wants to be understood."""
         if PutOff._of_failed is not None:
             PutOff._of_failed.show()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def shown_if_failed() -> Iterator[None]:
+        """A block whose errors come with what the trace that has failed in it has printed."""
+        PutOff.begin()
+        try:
+            yield
+        except Exception:
+            PutOff.show_failed()
+            raise
 
 
 class TracedItems:
