@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,10 +54,35 @@ def _as_printed(value: Any) -> Any:
     return present_value(value)
 
 
+def _of_json(iterencode: Callable[..., Any]) -> Callable[..., Any]:
+    """What asks ``default`` for all that isn't JSON: for a symbolic number it is the number, or
+    whoever catches its error would go another way for ever."""
+
+    def default_of(default: Callable[[Any], Any], value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        return float(value) if isinstance(value, torch.SymFloat) else default(value)
+
+    @functools.wraps(iterencode)
+    def of_numbers(encoder: Any, *args: Any, **kwargs: Any) -> Any:
+        own = encoder.default
+        with_own = vars(encoder).get("default")
+        encoder.default = functools.partial(default_of, own)
+        try:
+            return iterencode(encoder, *args, **kwargs)
+        finally:
+            if with_own is None:
+                del encoder.default
+            else:
+                encoder.default = with_own
+
+    return of_numbers
+
+
 class MathOfNumbers:
     """While it is entered, the functions of Python's ``math`` take symbolic numbers, which C code
-    can't compute with, ``issubclass`` takes their types for those that they stand for, and what
-    prints and logs them gets plain ones.
+    can't compute with, ``json`` does, ``issubclass`` takes their types for those that they stand
+    for, and what prints and logs them gets plain ones.
 
     Args:
         put_off: keeps what the user's code prints until the trace is through.
@@ -68,6 +94,8 @@ class MathOfNumbers:
     def __enter__(self) -> None:
         self._printed = PrintedNumbers(_as_printed, self._put_off)
         self._printed.__enter__()
+        self._iterencode = json.JSONEncoder.iterencode
+        json.JSONEncoder.iterencode = _of_json(self._iterencode)  # type: ignore[method-assign]
         self._issubclass = builtins.issubclass
         builtins.issubclass = _of_types(self._issubclass)
         self._before = {name: getattr(math, name) for name in _MATH if hasattr(math, name)}
@@ -75,6 +103,7 @@ class MathOfNumbers:
             setattr(math, name, _of_math(function, name))
 
     def __exit__(self, *exc_info: object) -> None:
+        json.JSONEncoder.iterencode = self._iterencode  # type: ignore[method-assign]
         builtins.issubclass = self._issubclass
         for name, function in self._before.items():
             setattr(math, name, function)

@@ -159,7 +159,9 @@ def names_of(code: types.CodeType) -> Names:
         elif kind in _STORED:
             names.stored.add(name)
         elif kind in READ:
-            names.attributes.add(name)
+            # json writes plain data only.
+            if name not in ("dump", "dumps") or instructions[position - 1].argval != "json":
+                names.attributes.add(name)
         elif kind in _ASSIGNED:
             names.assigned.add(name)
         elif kind == "IMPORT_NAME":
@@ -176,7 +178,7 @@ def names_of(code: types.CodeType) -> Names:
         if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
         if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
-            continue  # json writes plain data only
+            continue
         if kind in READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue
         names.attributes.update(CALLED_BY.get(name, ()))

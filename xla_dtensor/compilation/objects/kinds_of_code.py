@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import io
 import itertools
 import types
 import warnings
@@ -306,6 +307,27 @@ ITERATORS: tuple[type, ...] = (
     *(type(reversed(x)) for x in _REVERSIBLES),
 )
 
+
+class _Same:
+    """Equal to another one of the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _position(file: io.IOBase) -> Any:
+    """How far a file has been read; what is only written to isn't looked at."""
+    try:
+        return file.tell() if file.readable() and not file.writable() else None
+    except (OSError, ValueError):  # a pipe; ``next(file)`` is under way; it is closed
+        return UNKNOWN
+
+
 UNKNOWN = object()
 """How far an iterator has come that can't be asked."""
 
@@ -314,7 +336,14 @@ def state_of_iterator(iterator: Any) -> Any:
     """How far an iterator has come, without moving it."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
-        return None if frame is None else frame.f_lasti
+        if frame is None:
+            return None
+        # It may stop at the same place each time: in a loop, whose variables are others then.
+        inner = iterator.gi_yieldfrom
+        further = state_of_iterator(inner) if hasattr(inner, "__next__") else None
+        return frame.f_lasti, [_Same(value) for value in frame.f_locals.values()], further
+    if isinstance(iterator, io.IOBase):
+        return _position(iterator)
     hint = getattr(iterator, "__length_hint__", None)
     if hint is not None:
         return hint()

@@ -53,6 +53,7 @@ from xla_dtensor.compilation.recorded.host_program import (
 from xla_dtensor.compilation.recorded.looked_at import Looked
 from xla_dtensor.compilation.trace import first_calls
 from xla_dtensor.compilation.trace.host_reads import OF_ANY_SIZE, HostReads, is_on_host
+from xla_dtensor.compilation.trace.items import TracedItems
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.tensors.base import grad_of
@@ -561,6 +562,7 @@ class HostOperations(TorchDispatchMode):
         if source is None or (computed and self.program.is_constant(source.operation)):
             return value
         if items is not None:
+            TracedItems.given += 1
             is_input = isinstance(value, float)
             if items and type(value) is int:  # few steps have such, and to name it takes its time
                 is_input = expression_here()() in items

@@ -18,6 +18,7 @@ from xla_dtensor.compilation.objects.carried import each_once
 from xla_dtensor.compilation.objects.flatten import MadeObjects
 from xla_dtensor.compilation.objects.global_state import active_modes, saving_hooks
 from xla_dtensor.compilation.objects.readers import ReadsMore
+from xla_dtensor.compilation.recorded.taken_back import TakenBack
 from xla_dtensor.compilation.trace.numbers_of_trace import NumberLeft
 from xla_dtensor.compilation.watch.effects import PlacesBefore
 from xla_dtensor.compilation.watch.watch import Watch
@@ -57,6 +58,7 @@ class Start:
         frame: the devices of all those that can lie nowhere else; None if they are of several
             meshes, or of none.
         surroundings: the places that it may change.
+        taken_back: what else is as before if the trace fails.
 
     Raises:
         ReadsMore: it reads more of the arguments than their key knows of.
@@ -114,6 +116,7 @@ class Start:
         self.surroundings = PlacesBefore(self.watch, now)
         self.ids = AskedIds(now, names.calls("id"))
         self.leaves = [*self.watch.leaves, *now.tensors]
+        self.taken_back = TakenBack(self.watch, self.leaves)
         forms = {tensor._storage_.form for tensor in filter(is_ours, self.leaves)}
         frames = {form.frame for form in forms if form.frame and form.anywhere() is None}
         self.frame = frames.pop() if knows_frame and len(frames) == 1 else None

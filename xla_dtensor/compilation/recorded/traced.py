@@ -35,7 +35,7 @@ from xla_dtensor.compilation.trace.optimizers import OptimizerHooks
 from xla_dtensor.compilation.trace.schedulers import DeferredSchedulers
 from xla_dtensor.compilation.trace.step_trace import StepTrace
 from xla_dtensor.compilation.trace.stepped import ReadState
-from xla_dtensor.compilation.watch.effects import PlacesBefore, in_context_of_its_own
+from xla_dtensor.compilation.watch.effects import in_context_of_its_own
 from xla_dtensor.compilation.watch.iterators import nothing_consumed
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.dispatch.positions import Positions
@@ -98,7 +98,7 @@ class Traced:
             self.anchor = self.frame if held else None
             self.is_misplaced = self.trace.took_along and self.anchor is not start.frame
         except BaseException:
-            self._abandon(start.surroundings)
+            self._abandon(start)
             raise
 
     def _begin(self, start: Start, positions: Positions | None) -> None:
@@ -287,10 +287,11 @@ class Traced:
         self.trace.items.prints.show()
 
     @interrupts.atomic
-    def _abandon(self, surroundings: PlacesBefore) -> None:
+    def _abandon(self, start: Start) -> None:
         self.trace.items.prints.fail()
         self.hooks.undo()
-        surroundings.restore()  # no tracer stays in an attribute
+        start.surroundings.restore()  # no tracer stays in an attribute
+        start.taken_back.restore()
         end_numbers(self.trace.python_numbers)
         self.trace.let_go()
 

@@ -186,14 +186,17 @@ class CompiledStep(BaseStep):
             if observer is not None:
                 observer.compiled(self._name())
             return program.finish(run)
-        if family.refused is None:
+        if fallback is not None and not self._executables and family.refused is None:
+            fallback.tell_of_others(family)
+        tried = fallback is None or family.tries()
+        if tried:
             with Seldom(), counters.timing("compile"):
                 result, done = self._trace(arguments, family, missed, fallback)
             if done:
                 return result
         assert fallback is not None
         self._replayed = arguments
-        return fallback(*arguments.args, **arguments.kwargs)
+        return fallback.run(arguments.args, arguments.kwargs, again=tried)
 
     @interrupts.completed
     def again(self) -> Any:
@@ -279,13 +282,14 @@ class CompiledStep(BaseStep):
         lazy.flush_all()
         blocks, prints = in_blocks(self._in_blocks), PutOff.shown_if_failed()
         with self._lock, tracing, FirstCall() as first, self._checks, blocks, Seldom(), prints:
-            traces = self._traces.copy()
-            arguments = Arguments(args, kwargs, traces.reads)
+            begun = Begun()
             try:
-                traced = traces.as_called(arguments, self._families)
-            except ReadsMore as more:
-                traces.read(more.reads, more.watch)
-                traced = traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
+                traced = self._as_called(args, kwargs)
+            except Exception as error:
+                refused = begun.refused(error)
+                if refused is None or refused is error:
+                    raise
+                raise refused from error
             traced.print_now()
             try:
                 program = self._program(traced, traced.take_call())
@@ -294,6 +298,14 @@ class CompiledStep(BaseStep):
                 return look(program)
             finally:
                 traced.undo()
+
+    def _as_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        traces = self._traces.copy()
+        try:
+            return traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
+        except ReadsMore as more:
+            traces.read(more.reads, more.watch)
+            return traces.as_called(Arguments(args, kwargs, traces.reads), self._families)
 
     def layouts(self) -> str:
         """What the layouts of the program that ran last communicate, as they were chosen over the
@@ -316,6 +328,11 @@ class CompiledStep(BaseStep):
             print(step.layouts())
         """
         choice = None if self._last is None else self._last[1].executable.layouts
+        if self._replayed is not None:
+            raise RuntimeError(
+                f"{self._name()}: no layouts were chosen: its Python has run in place of a "
+                "program, and each operation's rule has chosen its layouts; why_not() says why"
+            )
         if choice is None:
             raise RuntimeError(
                 f"{self._name()}: no layouts were chosen: they are when a step has computed "
@@ -481,8 +498,9 @@ class CompiledStep(BaseStep):
             if fallback is None or not fallback.serves(error, begun):
                 PutOff.show_failed()
                 raise
-            family.refused = fallback.tell(error)
+            family.refuse(fallback.tell(error, again=family.refusals > 0))
             return None, False
+        family.refused = None
         try:
             result = program.finish(run)
         except BaseException:  # a scheduler's step: the program has done what it had to
@@ -496,7 +514,7 @@ class CompiledStep(BaseStep):
         family.misses = 0 if missed is None else family.misses + 1
         often = told or f"is traced in every call: {why}"
         if fallback is not None and family.misses >= MANY_TRACES and fallback.serves_many(often):
-            family.refused = why or ""
+            family.refuse(why or "", for_good=True)
         elif told is not None:
             logger.warning("xla_dtensor: %s %s", self._name(), told)
         return result, True

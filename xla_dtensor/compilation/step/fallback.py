@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import struct
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import interrupts
+from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.code.lasting import Since
 from xla_dtensor.compilation.step.base_step import BaseStep, logger
+from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.step.replayed import ReplayedStep
 from xla_dtensor.compilation.trace.items import TracedItems
-from xla_dtensor.errors import DataDependentError
+from xla_dtensor.errors import DataDependentError, XlaDTensorError
 from xla_dtensor.runtime import processes
 
 # What Python, or a library, raises of a number that has no value yet: `json`, `Decimal`.
-_OF_ITEMS = (TypeError, ValueError, AttributeError)
+_OF_ITEMS = (TypeError, ValueError, AttributeError, struct.error)
+# So many kinds of arguments that were refused are enough to know, and to have told.
+_ENOUGH = 3
 _HOW = 'its Python runs in every call from now on, as with watch="replay"'
 
 
@@ -28,9 +35,26 @@ class Begun:
     def __init__(self) -> None:
         self._items, self.lasting = TracedItems.given, Since()
 
-    def gave_items(self) -> bool:
-        """Whether it has given items since then (``loss.item()``), which have no value."""
-        return TracedItems.given != self._items
+    def refused(self, error: Exception) -> DataDependentError | None:
+        """What is wrong with a step whose trace has raised ``error``, if it isn't the user's: that
+        it can't be one program.  Python's own errors count where a trace has given items
+        (``loss.item()``), which have no value."""
+        if isinstance(error, DataDependentError):
+            return error
+        if TracedItems.given == self._items or isinstance(error, XlaDTensorError):
+            return None
+        return DataDependentError(_of_an_item(error)) if isinstance(error, _OF_ITEMS) else None
+
+
+def _of_an_item(error: Exception) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    line = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return (
+        f"what .item() gives has no value before the program has run, and Python wants it "
+        f"({type(error).__name__}: {error}){line}\n"
+        "Return it from the step (it is a number then), or move this line out of the compiled "
+        "function"
+    )
 
 
 class Fallback(ReplayedStep):
@@ -49,10 +73,25 @@ class Fallback(ReplayedStep):
     ) -> None:
         super().__init__(function, compiler_options)
         self._step = step
+        self._said: set[str] = set()
+        self._kinds, self._why = 0, ""
 
     @interrupts.interruptible
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool) -> Any:
+        """Run the step's Python; ``again``: its trace, in this call, has run some of it."""
+        try:
+            return self(*args, **kwargs)
+        except OSError as error:
+            if again:
+                error.add_note(
+                    "(In this call the step's Python has run before, to be traced, up to a line at "
+                    'which that can\'t go on; what it did to files stayed. With watch="replay" it '
+                    "runs once.)"
+                )
+            raise
 
     def serves(self, error: Exception, begun: Begun) -> bool:
         """Whether a step that can't be traced may be replayed. Where it might, but for what has
@@ -62,33 +101,52 @@ class Fallback(ReplayedStep):
             error: what the trace has raised.
             begun: when the trace began.
         """
-        for_want_of_it = type(error) in _OF_ITEMS and begun.gave_items()
-        if not (isinstance(error, DataDependentError) or for_want_of_it):
+        if begun.refused(error) is None:
             return False
-        lasting, instead = begun.lasting.what(), 'so that it isn\'t left to watch="replay"'
+        lasting = begun.lasting.what()
         if lasting is not None:
-            error.add_note(f"(The step {lasting}: it has happened once, {instead}.)")
+            error.add_note(
+                f"(Before this line the step {lasting}. To run its Python once more would do so "
+                'twice: it isn\'t done unasked. xd.compile(step, watch="replay") runs it once, in '
+                "every call.)"
+            )
         if processes.several():
-            error.add_note(f"(There are several processes, {instead}, which is for one.)")
+            error.add_note(
+                "(In one process the step's Python would run in every call, with a warning; in "
+                "several this is an error.)"
+            )
         return lasting is None and not processes.several()
 
-    def tell(self, error: Exception) -> str:
-        """Say that the step is replayed, as its trace has raised ``error``; returns why."""
-        why = str(error)
-        if not isinstance(error, DataDependentError):
-            why = f"what .item() gives has no value while the step is traced ({error!r})"
-        self._say(f"can't be one program: {_HOW}, which takes longer. {why}")
+    def tell(self, error: Exception, again: bool) -> str:
+        """Say that the step is replayed, as its trace has raised ``error``; returns why.
+
+        Args:
+            again: whether arguments of this kind have been refused before.
+        """
+        why = str(error) if isinstance(error, DataDependentError) else _of_an_item(error)
+        self._kinds += not again
+        self._why = why
+        self._say(f"can't be one program: {_HOW}, which takes longer. {why}", again)
         return why
+
+    def tell_of_others(self, family: Family) -> None:
+        """Arguments of a kind that hasn't been tried: as those of several others were refused, and
+        none is a program, neither is this."""
+        if self._kinds >= _ENOUGH and not family.programs:
+            family.refuse(self._why, for_good=True)
 
     def serves_many(self, text: str) -> bool:
         """Whether a step may be replayed that is traced in every call: ``text`` says why."""
         if processes.several():
             return False
-        self._say(f"{text}. {_HOW[0].upper()}{_HOW[1:]}.")
+        self._say(f"{text}. {_HOW[0].upper()}{_HOW[1:]}.", again=False)
         return True
 
-    def _say(self, text: str) -> None:
-        logger.warning('xla_dtensor: %s %s (Not with watch="trace".)', self._name(), text)
+    def _say(self, text: str, again: bool) -> None:
+        again = again or text in self._said or len(self._said) >= _ENOUGH
+        level = logging.INFO if again else logging.WARNING
+        self._said.add(text)
+        logger.log(level, 'xla_dtensor: %s %s (watch="trace" raises instead.)', self._name(), text)
 
     def _count(self, compiled: bool, why: str | None) -> None:
         self._step._count(compiled, why)

@@ -30,7 +30,13 @@ class Family:
         misses: how many calls in a row were traced because no program fitted.
         why_static: why numbers can't be inputs, for messages; empty if they can.
         refused: why the step's Python can't be one program with such arguments, if that is known.
+        refusals: how often it was found out.
+        tries_again_after: after how many calls that is tried again; None: no more.
     """
+
+    # After how many calls it is tried again, after the first refusal, and after the second: the
+    # first call may be the one that writes a log.
+    _TRIES = (0, 4)
 
     __slots__ = (
         "_static",
@@ -41,7 +47,9 @@ class Family:
         "misses",
         "positions",
         "programs",
+        "refusals",
         "refused",
+        "tries_again_after",
         "why_static",
     )
 
@@ -53,8 +61,28 @@ class Family:
         self.positions = True
         self.why_static = ""
         self.refused: str | None = None
-        self.misses = 0
+        self.tries_again_after: int | None = 0
+        self.refusals = self.misses = 0
         self._static = self._static_fields = False
+
+    def refuse(self, why: str, for_good: bool = False) -> None:
+        """The step's Python can't be one program: ``why``.
+
+        Args:
+            for_good: whether it isn't to be tried again.
+        """
+        self.refused = why
+        again = None if for_good else dict(enumerate(self._TRIES)).get(self.refusals)
+        self.refusals, self.tries_again_after = self.refusals + 1, again
+
+    def tries(self) -> bool:
+        """Whether this call is to be traced, if no program fits."""
+        if self.refused is None:
+            return True
+        if self.tries_again_after is None:
+            return False
+        self.tries_again_after -= 1
+        return self.tries_again_after < 0
 
     def settings(self) -> Family:
         """A family without programs that traces as this one does, until one of both learns more."""

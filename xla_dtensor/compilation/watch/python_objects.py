@@ -207,6 +207,12 @@ def of_text(walk: Walk, text: io.StringIO | io.BytesIO, path: str) -> None:
     own_parts(walk, text, path)
 
 
+def of_file(walk: Walk, file: io.IOBase, path: str) -> None:
+    """The step mustn't read from a file that is open outside of it."""
+    walk.reached.consumed.append((file, path))
+    own_parts(walk, file, path)
+
+
 def of_event(walk: Walk, event: threading.Event, path: str) -> None:
     """Whether it is set."""
     names = walk.names.attributes
@@ -339,6 +345,7 @@ KINDS = (
     Followed(_OF_THREADS, "opaque", users_own),
     Followed(threading.Event, "object", of_event),
     Followed((io.StringIO, io.BytesIO), "object", of_text),
+    Followed(io.IOBase, "object", of_file),
     Followed(_RANDOM_SOURCES, "random generator", of_random_source),
     Followed(contextvars.Context, "opaque", of_context),
     Followed((datetime.datetime, datetime.time), None, of_time),
