@@ -163,10 +163,16 @@ def test_schedules_read_in_the_step_that_moves_them(
             schedule.step()
             return found if before else READS_OF_SCHEDULES[read](schedule)
 
-        call = xd.compile(step) if name == "xla" else step
+        watch = "auto" if read == "state_dict" else "trace"  # it is no input
+        call = xd.compile(step, watch=watch) if name == "xla" else step
         seen[name] = [call(True) for _ in range(5)]
         if name == "xla":
-            if read != "state_dict":  # of which each value has a program
+            call = xd.compile(step)
+            if read == "state_dict":
+                with pytest.raises(xd.DataDependentError, match="and then steps it"):
+                    call(True)
+            else:
+                call(True), call(True)
                 assert call.compilations == call.traces == 1, call.recompilations
             with pytest.raises(xd.DataDependentError, match="puts off until its program has run"):
                 call(False)

@@ -33,6 +33,7 @@ class DeferredSchedulers:
         self.put_off: Callable[[Any], None] | None = None
         self.calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._patched: list[tuple[type, str, Any]] = []
+        self._read: set[int] = set()  # of which the whole state was asked for
         self._trace: Any = None
 
     def __enter__(self) -> DeferredSchedulers:
@@ -70,6 +71,8 @@ class DeferredSchedulers:
     def _reading(self, state_dict: Any) -> Any:
         def checked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             self._check(scheduler, "state_dict()")
+            if executor.trace() is self._trace:
+                self._read.add(id(scheduler))
             return state_dict(scheduler, *args, **kwargs)
 
         checked.__wrapped__ = state_dict  # type: ignore[attr-defined]
@@ -93,6 +96,13 @@ class DeferredSchedulers:
         def deferred(scheduler: Any, *args: Any, **kwargs: Any) -> None:
             if executor.trace() is not self._trace or self._trace is None:
                 return step(scheduler, *args, **kwargs)
+            if id(scheduler) in self._read:
+                error = DataDependentError(
+                    f"the step asks for the state_dict() of a {type(scheduler).__name__}, and then "
+                    "steps it: it would be that of the call that is traced in every call; ask for "
+                    f"it outside of the step{user_line()}"
+                )
+                self._trace.refuse_with(error)
             of_class = getattr(type(scheduler).step, "__wrapped__", None) is step
             self.calls.append((scheduler, _step_as_now if of_class else step, args, kwargs))
             if self.put_off is not None:
