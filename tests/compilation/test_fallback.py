@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -460,12 +461,15 @@ def test_what_it_prints_and_logs_is_there_once(
 
 def test_a_debugger_sees_what_it_prints_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
-    debugger: dict[str, Any] = {"__name__": "pdb"}
-    exec("def stop(show):\n    show()\n", debugger)
+
+    def asked(show: Callable[[], None]) -> None:
+        show()
+
+    stop = types.FunctionType(asked.__code__, {"__name__": "pdb"})
 
     @functools.partial(xd.compile, watch="trace")
     def step(x: torch.Tensor) -> torch.Tensor:
-        debugger["stop"](lambda: print("typed"))
+        stop(lambda: print("typed"))
         seen.append(capsys.readouterr().out)
         return x
 

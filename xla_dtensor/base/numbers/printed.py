@@ -80,7 +80,8 @@ def _is_in(frame: FrameType | None, name: str) -> bool:
     return frame is not None and frame.f_code.co_name == name and _module_of(frame) == _PRINTS
 
 
-_PRINTS = f"{__name__.rpartition('.')[0]}.printing_numbers"
+_HERE = __name__.rpartition(".")[0]
+_PRINTS = f"{_HERE}.printing_numbers"
 
 
 def _prints_it_whole(use: Use, frame: FrameType) -> bool:
@@ -220,7 +221,11 @@ def _passes_text_on(frame: FrameType) -> bool:
 
 
 _MAKE_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
-_TEXT_OF_TENSORS = ("torch._tensor", "torch._tensor_str", "torch.overrides")
+# The last one passes on what ``json`` asks a user's ``default`` for.
+_TEXT_OF_TENSORS = (
+    *("torch._tensor", "torch._tensor_str", "torch.overrides"),
+    f"{_HERE}.math_of_numbers",
+)
 # Functions that are given the message of an error that they may raise, and what warns.
 _FOR_MESSAGES = (
     *(warnings.warn, warnings.warn_explicit),
