@@ -77,7 +77,7 @@ def marked(frame: FrameType | None, node: NumberNode, text: Callable[[Any], str]
 
 
 def _is_in(frame: FrameType | None, name: str) -> bool:
-    return frame is not None and frame.f_code.co_name == name and _module_of(frame) == _PRINTS
+    return frame is not None and frame.f_code.co_name == name and module_of(frame) == _PRINTS
 
 
 _HERE = __name__.rpartition(".")[0]
@@ -217,7 +217,7 @@ def _passes_text_on(frame: FrameType) -> bool:
     if code.co_name in _MAKE_TEXT or is_pythons(code.co_filename):
         return True
     of_mode = code.co_name == "__torch_function__" and not is_users(code.co_filename)
-    return of_mode or _module_of(frame) in _TEXT_OF_TENSORS
+    return of_mode or module_of(frame) in _TEXT_OF_TENSORS
 
 
 _MAKE_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
@@ -243,7 +243,7 @@ def _shows_text(frame: FrameType | None) -> bool:
     """Whether it is code of what makes text for people alone."""
     if frame is None:
         return False
-    package = _package(_module_of(frame))
+    package = _package(module_of(frame))
     if package not in _PYTHONS or not is_pythons(frame.f_code.co_filename):
         return package in _DISPLAYS
     if package != "pprint":
@@ -260,7 +260,8 @@ def _is_made(frame: FrameType, cls: type) -> bool:
     return isinstance(frame.f_locals.get(code.co_varnames[0]), cls)
 
 
-def _module_of(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code a frame runs."""
     return str(frame.f_globals.get("__name__"))
 
 

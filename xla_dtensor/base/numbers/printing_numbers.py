@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from xla_dtensor.base.numbers.printed import Entered, around, entered, goes_to_the_user
+from xla_dtensor.base.numbers.printed import (
+    Entered,
+    around,
+    entered,
+    goes_to_the_user,
+    module_of,
+)
 from xla_dtensor.base.numbers.text_of_numbers import (
     Marks,
     NumberInText,
@@ -172,17 +178,13 @@ def _is_constant(value: Any) -> bool:
 def _is_the_steps(frame: FrameType | None) -> bool:
     """Whether it is the user's code itself that prints or logs, and no debugger, whom somebody
     waits for."""
-    while frame is not None and _module_of(frame).partition(".")[0] == "logging":
+    while frame is not None and module_of(frame).partition(".")[0] == "logging":
         frame = frame.f_back
     if frame is None or not is_users(frame.f_code.co_filename):
         return False
-    while frame is not None and _module_of(frame) not in _DEBUGGERS:
+    while frame is not None and module_of(frame) not in _DEBUGGERS:
         frame = frame.f_back
     return frame is None
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 _DEBUGGERS = ("bdb", "pdb", "IPython.terminal.debugger", "pydevd", "debugpy", "pudb")

@@ -154,14 +154,14 @@ def names_of(code: types.CodeType) -> Names:
     instructions = list(dis.get_instructions(code))
     for position, instruction in enumerate(instructions):
         name, kind = instruction.argval, instruction.opname
+        # json writes plain data only.
+        of_json = name in ("dump", "dumps") and instructions[position - 1].argval == "json"
         if kind in _GLOBAL:
             names.globals.add(name)
         elif kind in _STORED:
             names.stored.add(name)
-        elif kind in READ:
-            # json writes plain data only.
-            if name not in ("dump", "dumps") or instructions[position - 1].argval != "json":
-                names.attributes.add(name)
+        elif kind in READ and not of_json:
+            names.attributes.add(name)
         elif kind in _ASSIGNED:
             names.assigned.add(name)
         elif kind == "IMPORT_NAME":
@@ -177,7 +177,7 @@ def names_of(code: types.CodeType) -> Names:
         of_sys = instructions[position - 1].argval == "sys"
         if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
-        if name in ("dump", "dumps") and instructions[position - 1].argval == "json":
+        if of_json:
             continue
         if kind in READ and (name in _BUILTIN or (name == "modules" and not of_sys)):
             continue

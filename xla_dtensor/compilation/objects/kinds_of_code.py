@@ -308,18 +308,6 @@ ITERATORS: tuple[type, ...] = (
 )
 
 
-class _Same:
-    """Equal to another one of the same object."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def _position(file: io.IOBase) -> Any:
     """How far a file has been read; what is only written to isn't looked at."""
     try:
@@ -341,7 +329,8 @@ def state_of_iterator(iterator: Any) -> Any:
         # It may stop at the same place each time: in a loop, whose variables are others then.
         inner = iterator.gi_yieldfrom
         further = state_of_iterator(inner) if hasattr(inner, "__next__") else None
-        return frame.f_lasti, [_Same(value) for value in frame.f_locals.values()], further
+        known = [v if v is None else SameIdentity(v) for v in frame.f_locals.values()]
+        return frame.f_lasti, known, further
     if isinstance(iterator, io.IOBase):
         return _position(iterator)
     hint = getattr(iterator, "__length_hint__", None)

@@ -9,6 +9,7 @@ import torch
 
 from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
 from xla_dtensor.compilation.code.reflection import cache_of
+from xla_dtensor.compilation.trace.external_tensors import own_hook
 from xla_dtensor.compilation.watch.watch import Watch
 
 
@@ -31,7 +32,7 @@ class TakenBack:
     def restore(self) -> None:
         """Have all as it was."""
         for tensor, before in self._hooks:
-            own = getattr(getattr(tensor, "_xla_grad_hook", None), "id", None)
+            own = own_hook(tensor)
             for table, keys in zip(_tables(tensor), before, strict=True):
                 for key in [key for key in table or () if key not in keys and key != own]:
                     del table[key]

@@ -263,7 +263,7 @@ class Traced:
 
     def carries(self, watch: Watch) -> bool:
         """Whether ``watch`` takes the values of the same places as this trace."""
-        mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.reached.carried))
+        mine, now = self._carried_by(watch)
         return mine == now
 
     def read_of_schedulers(self) -> set[str]:
@@ -279,8 +279,13 @@ class Traced:
 
     def moved(self, watch: Watch) -> frozenset[str]:
         """The names of places that ``watch`` takes values from, too, in other lists or dicts."""
-        mine, now = ({c.name: c.where() for c in w} for w in (self.carried, watch.reached.carried))
+        mine, now = self._carried_by(watch)
         return frozenset(name for name in mine.keys() & now.keys() if mine[name] != now[name])
+
+    def _carried_by(self, watch: Watch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where this trace takes values from, and where ``watch`` does, by name."""
+        now = {c.name: c.where() for c in watch.reached.carried}
+        return {c.name: c.where() for c in self.carried}, now
 
     def print_now(self) -> None:
         """Print what the step's Python has printed: the trace needn't be made again."""

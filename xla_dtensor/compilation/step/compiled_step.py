@@ -187,7 +187,7 @@ class CompiledStep(BaseStep):
                 observer.compiled(self._name())
             return program.finish(run)
         if fallback is not None and not self._executables and family.refused is None:
-            fallback.tell_of_others(family)
+            fallback.refuse_as_others(family)
         tried = fallback is None or family.tries()
         if tried:
             with Seldom(), counters.timing("compile"):
@@ -495,10 +495,11 @@ class CompiledStep(BaseStep):
             again = Arguments(*given, self._traces.reads, arguments.padding)
             return self._call(again, fallback), True
         except Exception as error:
-            if fallback is None or not fallback.serves(error, begun):
+            refused = None if fallback is None else fallback.serves(error, begun)
+            if fallback is None or refused is None:
                 PutOff.show_failed()
                 raise
-            family.refuse(fallback.tell(error, again=family.refusals > 0))
+            fallback.refuse(family, str(refused))
             return None, False
         family.refused = None
         try:

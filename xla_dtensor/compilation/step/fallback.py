@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import struct
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from xla_dtensor.base import interrupts
-from xla_dtensor.base.source_line import is_users
 from xla_dtensor.compilation.code.lasting import Since
 from xla_dtensor.compilation.step.base_step import BaseStep, logger
 from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.step.replayed import ReplayedStep
 from xla_dtensor.compilation.trace.items import TracedItems
 from xla_dtensor.errors import DataDependentError, XlaDTensorError
-from xla_dtensor.runtime import processes
+from xla_dtensor.runtime import last_words, processes
 
 # What Python, or a library, raises of a number that has no value yet: `json`, `Decimal`.
 _OF_ITEMS = (TypeError, ValueError, AttributeError, struct.error)
@@ -37,7 +35,7 @@ class Begun:
 
     def refused(self, error: Exception) -> DataDependentError | None:
         """What is wrong with a step whose trace has raised ``error``, if it isn't the user's: that
-        it can't be one program.  Python's own errors count where a trace has given items
+        it can't be one program. Python's own errors count where a trace has given items
         (``loss.item()``), which have no value."""
         if isinstance(error, DataDependentError):
             return error
@@ -47,11 +45,9 @@ class Begun:
 
 
 def _of_an_item(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    line = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     return (
         f"what .item() gives has no value before the program has run, and Python wants it "
-        f"({type(error).__name__}: {error}){line}\n"
+        f"({type(error).__name__}: {error}){last_words.line(error.__traceback__)}\n"
         "Return it from the step (it is a number then), or move this line out of the compiled "
         "function"
     )
@@ -93,16 +89,17 @@ class Fallback(ReplayedStep):
                 )
             raise
 
-    def serves(self, error: Exception, begun: Begun) -> bool:
-        """Whether a step that can't be traced may be replayed. Where it might, but for what has
-        happened, ``error`` says so.
+    def serves(self, error: Exception, begun: Begun) -> DataDependentError | None:
+        """Why a step that can't be traced is to be replayed, if it may be. Where it might, but for
+        what has happened, ``error`` says so.
 
         Args:
             error: what the trace has raised.
             begun: when the trace began.
         """
-        if begun.refused(error) is None:
-            return False
+        refused = begun.refused(error)
+        if refused is None:
+            return None
         lasting = begun.lasting.what()
         if lasting is not None:
             error.add_note(
@@ -115,21 +112,17 @@ class Fallback(ReplayedStep):
                 "(In one process the step's Python would run in every call, with a warning; in "
                 "several this is an error.)"
             )
-        return lasting is None and not processes.several()
+        return refused if lasting is None and not processes.several() else None
 
-    def tell(self, error: Exception, again: bool) -> str:
-        """Say that the step is replayed, as its trace has raised ``error``; returns why.
-
-        Args:
-            again: whether arguments of this kind have been refused before.
-        """
-        why = str(error) if isinstance(error, DataDependentError) else _of_an_item(error)
+    def refuse(self, family: Family, why: str) -> None:
+        """Say that the step is replayed with arguments of this kind, as it can't be traced."""
+        again = family.refusals > 0
         self._kinds += not again
         self._why = why
         self._say(f"can't be one program: {_HOW}, which takes longer. {why}", again)
-        return why
+        family.refuse(why)
 
-    def tell_of_others(self, family: Family) -> None:
+    def refuse_as_others(self, family: Family) -> None:
         """Arguments of a kind that hasn't been tried: as those of several others were refused, and
         none is a program, neither is this."""
         if self._kinds >= _ENOUGH and not family.programs:

@@ -184,6 +184,11 @@ def _version(tensor: Any) -> int:
     return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
 
 
+def own_hook(tensor: Any) -> int | None:
+    """The key of the hook that this package has put there, if there is one."""
+    return getattr(getattr(tensor, "_xla_grad_hook", None), "id", None)
+
+
 def hooks_of(tensor: Any) -> tuple[Any, ...]:
     """The functions that are called with the tensor's gradient, apart from our own."""
     found: tuple[Any, ...] = ()
@@ -192,7 +197,7 @@ def hooks_of(tensor: Any) -> tuple[Any, ...]:
     backward, accumulated = hooks_of_tensor(tensor), hooks_after_accumulation(tensor)
     if not backward and not accumulated:
         return found
-    own = getattr(getattr(tensor, "_xla_grad_hook", None), "id", None)
+    own = own_hook(tensor)
     for name, hooks in (("backward", backward), ("accumulated", accumulated)):
         users = [hook for key, hook in hooks.items() if key != own] if hooks else None
         if users:
