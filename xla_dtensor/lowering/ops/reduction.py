@@ -14,7 +14,7 @@ from xla_dtensor.base.dtypes import to_jax_dtype
 from xla_dtensor.lowering.dims import axes_of
 from xla_dtensor.lowering.ops.pointwise import logaddexp
 from xla_dtensor.lowering.partitioned.extremes import greatest, least
-from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, scan
+from xla_dtensor.lowering.partitioned.scans import Arrays, Combine, added, scan
 from xla_dtensor.lowering.promotion import (
     cast,
     float_dtype,
@@ -271,10 +271,6 @@ def logsumexp(x, dim, keepdim=False):
 # --------------------------------------------------------------------------------------- scans
 
 
-def _added(earlier: Arrays, later: Arrays) -> Arrays:
-    return (earlier[0] + later[0],)
-
-
 def _multiplied(earlier: Arrays, later: Arrays) -> Arrays:
     return (earlier[0] * later[0],)
 
@@ -300,7 +296,7 @@ def _chosen(take: jax.Array, earlier: Arrays, later: Arrays) -> Arrays:
 
 @lowers("cumsum")
 def cumsum(x, dim, *, dtype=None):
-    return scan(_added, [_accumulator(x, dtype)], dim)[0]
+    return scan(added, [_accumulator(x, dtype)], dim)[0]
 
 
 @lowers("cumprod")

@@ -2,7 +2,9 @@
 
 JAX makes a ``reduce_window`` of them. XLA's partitioner gives two of one operand the padding of
 the first (`base/xla_faults.py:WINDOW_PADDING`), so that ``logcumsumexp`` beside ``cumsum`` counts
-zeros; and one over what a number was repeated to ends the process (`CONSTANT_WINDOWS`).
+zeros; and one over what a number was repeated to ends the process (`CONSTANT_WINDOWS`). A barrier
+before it hides both what the operand is and that others have it, too. Sums are made so: a window
+is compiled in a quarter of the time, and XLA knows what to do with it on a TPU.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ Combine = Callable[[Arrays, Arrays], Arrays]
 """Takes earlier and later values. A function of a module: programs are told apart by its name."""
 
 
+def added(earlier: Arrays, later: Arrays) -> Arrays:
+    """The `Combine` of running sums."""
+    return (earlier[0] + later[0],)
+
+
 def scan(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
     """A running reduction along ``dim`` by ``combine``, which is associative: a prefix scan.
 
     One equation until it is lowered: written out, that of 256 values is 200, each of which would be
-    traced, and be laid out over the step.
+    traced, and be laid out over the step. Sums become one ``reduce_window`` (`_is_window`).
 
     Args:
         combine: takes earlier and later values.
@@ -60,8 +67,18 @@ def scan(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
 def _written_out(
     *arrays: jax.Array, combine: Combine, axis: int, platform: str, devices: int
 ) -> Arrays:
+    if combine is added and _is_window(arrays[0].dtype, platform):
+        return (lax.cumsum(lax.optimization_barrier(arrays[0]), axis),)
     with at(Target(platform, devices=devices)):
         return _prefixes(combine, arrays, axis)
+
+
+def _is_window(dtype: np.dtype, platform: str) -> bool:
+    """Whether a running sum is a window over all that is earlier. XLA has none of complex numbers
+    for TPUs, and compiles one of float64 there for 13 s."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    return platform != "tpu" or dtype.itemsize <= 4
 
 
 def _prefixes(combine: Combine, arrays: Sequence[jax.Array], dim: int) -> Arrays:
