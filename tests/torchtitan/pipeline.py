@@ -24,16 +24,33 @@ from tests.torchtitan.releases import release
 
 
 class _Part(nn.Module):
-    """A stage's modules with what they want of a mesh: its types, and masks of attention."""
+    """A stage's modules with what they want of a mesh: its types, masks of attention, and each
+    device's part of a sequence."""
 
-    def __init__(self, model: Any, plan: Plan, dims: Any) -> None:
+    def __init__(self, model: Any, plan: Plan, dims: Any, takes_tokens: bool) -> None:
         super().__init__()
-        self.model, self.plan = model, plan
+        self.model, self.plan, self.dims = model, plan, dims
+        self.takes_tokens = takes_tokens
         self.context = release.context(plan, dims)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         with self.context():
-            return self.model(x, **release.others(self.model, self.plan, positions))
+            others = release.others(self.model, self.plan, positions)
+            if self.plan.cp > 1:
+                # What comes from another stage is a part already.
+                tokens = x if self.takes_tokens else positions
+                tokens, _, others = release.inputs(tokens, tokens, others, self.plan, self.dims)
+                x = tokens if self.takes_tokens else x
+            return self.model(x, **others)
+
+    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Each device's part of them."""
+        if self.plan.cp == 1:
+            return labels
+        own: torch.Tensor = release.inputs(
+            labels, labels, {"positions": labels}, self.plan, self.dims
+        )[1]
+        return own
 
 
 def _stages(spec: Any, plan: Plan, state: Any, compiled: bool) -> tuple[list[Any], list[Any]]:
@@ -51,7 +68,7 @@ def _stages(spec: Any, plan: Plan, state: Any, compiled: bool) -> tuple[list[Any
         part = release.parallelize(split_module(model, own), spec, plan, dims)
         harness.on_devices(part)
         harness.put(part, {name: state[name] for name in part.state_dict()})
-        part = _Part(part, plan, dims)
+        part = _Part(part, plan, dims, takes_tokens=i == 0)
         stages.append(xd.pipeline.PipelineStage(part, i, plan.pp, meshes[i], compile=compiled))
         found.append(dims)
     return stages, found
@@ -102,6 +119,6 @@ def _loss(spec: Any, plan: Plan, stages: list[Any]) -> Callable[..., torch.Tenso
 
     def of_last(output: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         with last.context():
-            return loss(output, target, valid)
+            return loss(output, last.own_labels(target), valid)
 
     return of_last
