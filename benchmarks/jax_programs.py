@@ -1,7 +1,7 @@
 """Torch modules in JAX programs: xd.jax beside torchax, the same modules in processes of their own.
 
     python -m benchmarks.jax_programs                          # xd.jax
-    python -m benchmarks.jax_programs --torchax PATH/python    # and torchax, in its environment
+    python -m benchmarks.jax_programs --runs 3 --torchax PATH/python    # and torchax, in its own
 
 Per module: how far the loss and its gradients by the parameters are from CPU torch's in double
 precision, the time to trace ``jax.jit(jax.value_and_grad(loss))``, the first call, and a step. The
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -80,8 +80,8 @@ def of_xd(module: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     return xd.jax.from_module(module)
 
 
-def of_torchax(module: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """The same by torchax."""
+def imported_torchax() -> Any:
+    """The package, with the torch that is installed."""
     import torch
 
     # torchax 0.0.13 names overloads for named tensors, which torch 2.13 no longer has.
@@ -99,10 +99,17 @@ def of_torchax(module: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     packet.__getattr__ = lenient
     try:
         import torchax
+        import torchax.interop
 
-        params, apply = torchax.extract_jax(module)
+        torchax.default_env()  # which imports its operations
     finally:
         packet.__getattr__ = known
+    return torchax
+
+
+def of_torchax(module: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """The same by torchax."""
+    params, apply = imported_torchax().extract_jax(module)
     return params, lambda p, x: apply(p, (x,))
 
 
@@ -163,6 +170,17 @@ def measured(make: Callable[[], tuple[Any, Any]], of: Callable[[Any], Any]) -> d
     }
 
 
+def medians(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of the runs of each module on each side one row, with the medians of its numbers."""
+    of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        of.setdefault((row["which"], row["name"]), []).append(row)
+    for same in of.values():
+        numbers = same[0].keys() - {"which", "name", "error"}
+        middle = {key: statistics.median(row[key] for row in same) for key in numbers}
+        yield same[0] | middle
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """A markdown table of what was measured."""
     lines = [
@@ -184,6 +202,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchax", help="the python of an environment that has torchax")
+    parser.add_argument("--runs", type=int, default=1, help="of each, in turns; medians of times")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -193,7 +212,7 @@ def main() -> None:
     if arguments.torchax:
         runs.append(("torchax", arguments.torchax))
     rows = []
-    for which, python in runs:
+    for which, python in runs * arguments.runs:
         own = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
         if which == "torchax":
             own["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -202,7 +221,7 @@ def main() -> None:
         if out.returncode:
             raise SystemExit(out.stderr[-3000:])
         rows += [json.loads(line) for line in out.stdout.splitlines() if line.startswith("{")]
-    print(table(rows))
+    print(table(list(medians(rows))))
 
 
 if __name__ == "__main__":
