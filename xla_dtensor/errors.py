@@ -122,6 +122,20 @@ class UnsupportedOpError(XlaDTensorError, NotImplementedError):
     """
 
 
+class NotInStepError(UnsupportedOpError):
+    """Raised in a compiled step for what only eager code can do, such as giving a tensor from
+    outside another shape or memory: do it before the step. Unless the step is compiled with
+    ``watch="trace"``, its Python runs in every call instead.
+
+    Example::
+
+        import torch, xla_dtensor as xd
+
+        x = torch.ones(2, 3, device="xla")
+        xd.compile(lambda: x.t_().sum(), watch="trace")()
+    """
+
+
 class RandomNumbersError(XlaDTensorError, RuntimeError):
     """Raised for random numbers, also those of dropout, on a platform whose compiler gets them
     wrong: make them on the CPU (``torch.rand(..., device="cpu")``) and distribute them.

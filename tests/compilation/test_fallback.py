@@ -736,6 +736,57 @@ def test_iterators_among_the_arguments() -> None:
         step(iter([torch.ones(2, device="xla")] * 3))
 
 
+def _smaller(kept: dict[str, Any], x: Any) -> Any:
+    kept["b"].resize_(len(kept["b"]) - 1).add_(2.0)
+    return kept["b"].sum() * x.sum()
+
+
+def _transposed(kept: dict[str, Any], x: Any) -> Any:
+    kept["m"].t_()
+    return kept["m"][0].sum() + x.sum()
+
+
+def _other_memory(kept: dict[str, Any], x: Any) -> Any:
+    kept["b"].set_(torch.cat([x, kept["b"]]))
+    return kept["b"].sum()
+
+
+def _another_dim(kept: dict[str, Any], x: Any) -> Any:
+    kept["m"].unsqueeze_(0)
+    return kept["m"].sum(0).prod() * x.sum()
+
+
+def _a_row_by_tensor(kept: dict[str, Any], x: Any) -> Any:
+    kept["m"][x.argmax()].add_(1)
+    return kept["m"].sum()
+
+
+def _swapped(kept: dict[str, Any], x: Any) -> Any:
+    kept["m"].add_(x)  # before what can't be traced: it must be there once
+    kept["m"].transpose_(0, 1)
+    kept["m"].transpose_(0, 1)
+    return kept["m"].sum()
+
+
+@pytest.mark.parametrize(
+    "step", [_smaller, _transposed, _other_memory, _another_dim, _a_row_by_tensor, _swapped]
+)
+def test_what_eager_code_alone_can_do(step: Callable[[dict[str, Any], Any], Any]) -> None:
+    """It gives what CPU torch gives, and with ``watch="trace"`` says that it can't."""
+
+    def kept(device: str) -> dict[str, Any]:
+        return {"b": torch.ones(4).to(device), "m": torch.arange(12.0).view(3, 4).to(device)}
+
+    x, on_cpu, on_xla = torch.tensor([0.0, 1.0, 2.0, 1.0]), kept("cpu"), kept("xla")
+    compiled = xd.compile(functools.partial(step, on_xla), watch="auto")
+    for _ in range(3):
+        assert compiled(x.to("xla")).item() == step(on_cpu, x).item()
+        for name, right in on_cpu.items():
+            assert torch.equal(on_xla[name].cpu(), right)
+    with pytest.raises(xd.NotInStepError):
+        xd.compile(functools.partial(step, kept("xla")), watch="trace")(x.to("xla"))
+
+
 @pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, xd.UnsupportedOpError])
 def test_errors_of_the_users(kind: type[Exception]) -> None:
     """One that has nothing to do with values is raised by the trace; one behind an item by the

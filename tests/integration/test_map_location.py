@@ -149,11 +149,40 @@ def load_bytes(data):
 
 
 def test_what_is_refused():
-    old = saved(torch.ones(2), _use_new_zipfile_serialization=False)
-    with pytest.raises(xd.UnsupportedOpError, match=r"before torch 1\.6.*map_location='cpu'"):
-        torch.load(old, map_location="xla")
     with pytest.raises(xd.UnsupportedOpError, match="there is no device xla:4"):
         torch.load(saved(torch.ones(2)), map_location="xla:4")
+
+
+@pytest.mark.parametrize("where", [None, "xla", "cpu", {"cpu": "xla"}, {"xla": "cpu"}])
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_a_file_of_the_old_format(device, where):
+    """Its values come behind all tensors."""
+    x = torch.arange(6.0, device=device).view(2, 3)
+    module = torch.nn.Linear(2, 2).to(device)
+    content = {"x": x, "row": x[1], "n": 3, "module": module, "half": torch.ones(2).bfloat16()}
+    for new in (False, True):
+        file = saved(content, _use_new_zipfile_serialization=new)
+        loaded = torch.load(file, map_location=where, weights_only=False)
+        if where is None:
+            expected = device
+        elif isinstance(where, dict):
+            expected = where.get(device, device)
+        else:
+            expected = where
+        assert loaded["n"] == 3
+        found = {t.device.type for t in (loaded["x"], *loaded["module"].parameters())}
+        assert found == {expected}
+        assert torch.equal(loaded["x"].cpu(), x.cpu())
+        assert torch.equal(loaded["module"].weight.cpu(), module.weight.cpu())
+        assert loaded["half"].tolist() == [1, 1]
+        assert loaded["row"].tolist() == [3, 4, 5]
+
+
+def test_a_sharded_tensor_in_a_file_of_the_old_format(mesh_2x4):
+    x = xd.distribute_tensor(torch.arange(32.0).view(8, 4), mesh_2x4, [xd.Shard(0), xd.Shard(1)])
+    loaded = torch.load(saved([x], _use_new_zipfile_serialization=False), weights_only=False)[0]
+    assert loaded.placements == x.placements
+    assert torch.equal(loaded.full_tensor().cpu(), torch.arange(32.0).view(8, 4))
 
 
 def test_a_file_of_the_old_format_to_the_cpu(mesh_2x4):

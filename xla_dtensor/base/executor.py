@@ -208,7 +208,7 @@ class Executor:
 
     def not_in_step(self, message: str, kind: Any = None) -> None:
         """Raise if what is done now can't be part of a step's program: a ``kind`` of error,
-        `UnsupportedOpError` unless said otherwise."""
+        `NotInStepError` unless said otherwise."""
 
     def refuse(self, what: str, way: str = "") -> None:
         """``what`` needs the value of a tensor: raise if there is none; ``way`` says what to do

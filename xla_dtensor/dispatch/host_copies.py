@@ -142,6 +142,15 @@ def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return args[0].shape == args[1].shape
 
 
+@handles("aten::is_set_to.default")
+def _is_set_to(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether two tensors are the same view of one memory."""
+    one, other = args
+    if one._storage_ is not other._storage_ or one.shape != other.shape:
+        return False
+    return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+
+
 @handles("aten::_has_same_storage_numel.default")
 def _has_same_storage_numel(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Forward-mode AD asks it of a tensor and its tangent, to copy a tangent with gaps."""

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from xla_dtensor.base import executor
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import NotInStepError, UnsupportedOpError
 
 
 def set_data(tensor: Any, other: Any, name: str) -> None:
     """Make ``tensor`` what ``other`` is: the same view of the same storage.
 
     Raises:
-        UnsupportedOpError: see `check_set_data`.
+        NotInStepError: see `check_set_data`.
     """
     check_set_data(tensor, name)
     tensor._become(other)
@@ -23,10 +23,10 @@ def check_set_data(tensor: Any, name: str) -> None:
     """Raise if `set_data` would.
 
     Raises:
-        UnsupportedOpError: a step is being compiled, and the tensor is from outside of it.
+        NotInStepError: a step is being compiled, and the tensor is from outside of it.
     """
     if not executor.current().owns(tensor._storage_):
-        raise UnsupportedOpError(
+        raise NotInStepError(
             f"{name} in a compiled step changes the shape or memory of a tensor "
             f"{list(tensor.shape)} from outside of it, which would happen when the step is "
             "compiled and in no later call; do it before the step, or on a tensor that the step "

@@ -14,7 +14,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.base.numbers.printed import only_shown
 from xla_dtensor.base.numbers.python_numbers import is_number
-from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.errors import NotInStepError
 from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.constants import Constants
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
@@ -84,7 +84,7 @@ class Tracing(Running):
         return traced(self)
 
     def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
-        raise (kind or UnsupportedOpError)(message)
+        raise (kind or NotInStepError)(message)
 
     # --- asked of tensors' values -------------------------------------------------------------
 

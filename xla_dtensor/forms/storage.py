@@ -252,13 +252,13 @@ class Storage:
             epoch.forms.moved()
 
     def check_write(self) -> None:
-        """Raise if `write` would. Who writes to several storages asks all of them first, so that
-        none is written if one refuses.
+        """Raise if `write` would. Who writes to several asks all first: all are written, or none.
 
         Raises:
             UnsupportedOpError: see ``refuses_writes``.
         """
         if self.refuses_writes is not None:
+            executor.current().not_in_step(self.refuses_writes)  # an eager one may be a view's
             raise UnsupportedOpError(self.refuses_writes)
 
     # In `write` the executor comes first: a trace or batch has to note the storage as it was.

@@ -13,7 +13,7 @@ from xla_dtensor.compilation.step.base_step import BaseStep, logger
 from xla_dtensor.compilation.step.family import Family
 from xla_dtensor.compilation.step.replayed import ReplayedStep
 from xla_dtensor.compilation.trace.items import TracedItems
-from xla_dtensor.errors import DataDependentError, XlaDTensorError
+from xla_dtensor.errors import DataDependentError, NotInStepError, XlaDTensorError
 from xla_dtensor.runtime import last_words, processes
 
 # What Python, or a library, raises of a number that has no value yet: `json`, `Decimal`.
@@ -33,11 +33,11 @@ class Begun:
     def __init__(self) -> None:
         self._items, self.lasting = TracedItems.given, Since()
 
-    def refused(self, error: Exception) -> DataDependentError | None:
+    def refused(self, error: Exception) -> XlaDTensorError | None:
         """What is wrong with a step whose trace has raised ``error``, if it isn't the user's: that
         it can't be one program. Python's own errors count where a trace has given items
         (``loss.item()``), which have no value."""
-        if isinstance(error, DataDependentError):
+        if isinstance(error, (DataDependentError, NotInStepError)):
             return error
         if TracedItems.given == self._items or isinstance(error, XlaDTensorError):
             return None
@@ -89,7 +89,7 @@ class Fallback(ReplayedStep):
                 )
             raise
 
-    def serves(self, error: Exception, begun: Begun) -> DataDependentError | None:
+    def serves(self, error: Exception, begun: Begun) -> XlaDTensorError | None:
         """Why a step that can't be traced is to be replayed, if it may be. Where it might, but for
         what has happened, ``error`` says so.
 

@@ -7,9 +7,10 @@ views of one memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch
 from xla_dtensor.base import map_location as base
 from xla_dtensor.base import torch_private
 from xla_dtensor.base.torch_private.attributes import cpp_address, untyped_storage_of
-from xla_dtensor.errors import UnsupportedOpError
 
 
 def _rebuild_tensor(*arguments: Any) -> Any:
@@ -44,8 +44,8 @@ def install() -> None:
         ]
     )
     for name, hooked in {
-        "load_file": _hooked(torch_private.load_file, is_legacy=False),
-        "load_legacy_file": _hooked(torch_private.load_legacy_file, is_legacy=True),
+        "load_file": _hooked(torch_private.load_file),
+        "load_legacy_file": _hooked_legacy(torch_private.load_legacy_file),
         "rebuild_tensor": _moving(torch_private.rebuild_tensor),
     }.items():
         torch_private.replace(name, hooked)
@@ -72,27 +72,63 @@ class _Moved(threading.local):
 _moved = _Moved()
 
 
-def _hooked(original: Callable[..., Any], is_legacy: bool) -> Callable[..., Any]:
+def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(file: Any, map_location: Any, *args: Any, **kwargs: Any) -> Any:
         if map_location is None:
             return original(file, None, *args, **kwargs)
         place = _Place(map_location)
-        before, _moved.storages = _moved.storages, {}
-        try:
-            with base.loading(place.device_of):
-                # There the values come behind all tensors: what `_moving` would copy to the devices
-                # has not been read yet.
-                if is_legacy and place.is_xla("cpu"):
-                    raise UnsupportedOpError(
-                        f"torch.load(map_location={map_location!r}) of a file in the format of "
-                        "before torch 1.6: load it with map_location='cpu', and move what is in it"
-                    )
-                return original(file, place.argument, *args, **kwargs)
-        finally:
-            _moved.storages = before
+        with _placing(place):
+            return original(file, place.argument, *args, **kwargs)
 
     return load
+
+
+def _hooked_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In files of before torch 1.6 values come behind all tensors: what the first of them becomes
+    on a device while they are read has none yet. A file of which something is to be on "xla" is
+    read once more, over the storages that have been filled."""
+
+    @functools.wraps(original)
+    def load(file: Any, map_location: Any, *args: Any, **kwargs: Any) -> Any:
+        place, begin = _Place(map_location), file.tell()
+        storages: list[Any] = []
+        is_late = False
+
+        def first(storage: Any, location: str) -> Any:
+            nonlocal is_late
+            is_late |= place.is_xla(location)
+            storages.append(place.restored(storage, location))
+            return storages[-1]
+
+        def on_cpu(location: str) -> torch.device:  # asked of xla tensors
+            nonlocal is_late
+            device = place.device_of(location)
+            is_late |= device is None or device.type != "cpu"
+            return torch.device("cpu")
+
+        with base.loading(on_cpu):
+            found = original(file, first, *args, **kwargs)
+        if not is_late:
+            return found
+        file.seek(begin)
+        filled = iter(storages)
+        with _placing(place):
+            again = lambda storage, location: place.moved(next(filled), location)
+            return original(file, again, *args, **kwargs)
+
+    return load
+
+
+@contextlib.contextmanager
+def _placing(place: _Place) -> Iterator[None]:
+    """While a file is read."""
+    before, _moved.storages = _moved.storages, {}
+    try:
+        with base.loading(place.device_of):
+            yield
+    finally:
+        _moved.storages = before
 
 
 class _Place:
@@ -113,6 +149,8 @@ class _Place:
 
     def device_of(self, location: str) -> torch.device | None:
         given = self._given
+        if given is None:
+            return None
         if isinstance(given, dict):
             found = given.get(location, given.get(location.partition(":")[0]))
             return None if found is None else torch.device(found)
@@ -124,13 +162,30 @@ class _Place:
     def is_xla(self, location: str) -> bool:
         return not callable(self._given) and _is_xla(self.device_of(location))
 
-    def _restore(self, storage: Any, location: str) -> Any:
+    def restored(self, storage: Any, location: str) -> Any:
+        """The storage where it is to be; on the CPU if what is made of it is to be on "xla"."""
+        given = self._given
+        if callable(given):
+            result = given(storage, location)
+            if result is not None:
+                return result
+        elif self.is_xla(location):
+            return storage
+        elif isinstance(given, dict):
+            location = str(given.get(location, location))
+        elif given is not None:
+            location = str(given)
+        return torch.serialization.default_restore_location(storage, location)
+
+    def moved(self, storage: Any, location: str) -> Any:
+        """A storage that is where it is to be; whether tensors made of it go on is noted."""
         if self.is_xla(location):
             assert _moved.storages is not None
             _moved.storages[cpp_address(storage)] = _OnItsWay(storage)
-            return storage
-        given = self._given.get(location, location) if isinstance(self._given, dict) else location
-        return torch.serialization.default_restore_location(storage, str(given))
+        return storage
+
+    def _restore(self, storage: Any, location: str) -> Any:
+        return self.moved(self.restored(storage, location), location)
 
 
 def _is_xla(device: Any) -> bool:
