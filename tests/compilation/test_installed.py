@@ -25,6 +25,7 @@ PACKAGE = {
     "__init__.py": """
         from somepackage import heavy
         from somepackage.layers import Layer, Meter, Odd, remembering, scaled
+        from somepackage.hooked import Hooked, by_name, first, on_another_object, plainly
 
         ROWS = [heavy.one, heavy.two]
         def log(value):
@@ -37,6 +38,34 @@ PACKAGE = {
         def two(): return [one(), DATA]
         def run(rows, value):
             for row in rows: row()
+    """,
+    "hooked.py": """
+        import torch
+        def register(layer):
+            layer.inner.register_forward_hook(lambda m, a, out: layer.got.append(out.detach()))
+        def by_name(layer):
+            register(layer)
+            setattr(layer, "hooked", True)
+        def plainly(layer):
+            register(layer)
+            layer.hooked = True
+        def first(layer):
+            layer.__dict__["hooked"] = True
+            register(layer)
+        def on_another_object(layer):
+            register(layer)
+            layer.notes["hooked"] = True
+        class Hooked(torch.nn.Module):
+            def __init__(self, install):
+                super().__init__()
+                self.inner = torch.nn.Linear(6, 6, bias=False)
+                torch.nn.init.eye_(self.inner.weight)
+                self.install, self.notes, self.hooked = install, {}, False
+            def forward(self, x):
+                if not (self.hooked or self.notes):
+                    self.install(self)
+                self.got = []
+                return self.inner(x), self.got
     """,
     "layers.py": """
         import functools
@@ -383,3 +412,31 @@ def test_a_trace_that_is_made_again_begins_with_what_is_known(
     before, question, again, after = rounds[:4]
     assert [walks[0] for walks in rounds[:4]] == [True, True, True, False]
     assert len(again) == 1 < len(question) + len(before) and len(after) > 1
+
+
+@pytest.mark.parametrize("decides", [False, True], ids=["one program", "replayed"])
+@pytest.mark.parametrize("how", ["by_name", "plainly", "first", "on_another_object"])
+def test_hooks_that_it_registers_in_the_first_call(
+    package: Callable[[], ModuleType], how: str, decides: bool
+) -> None:
+    """A module that notes that it has registered them (transformers' for its hidden states): a
+    trace that is made again takes back both."""
+
+    def program(device: str) -> list[Any]:
+        somepackage = package()
+        layer = somepackage.Hooked(getattr(somepackage, how)).to(device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y, seen = layer(x)
+            y = y * len(seen) + sum(seen)
+            return y * 2 if decides and y.sum() > 1e9 else y
+
+        run = xd.compile(step, watch="auto") if device == "xla" else step
+        found = []
+        for x in batches(device, 3):
+            y = run(x).detach().cpu()
+            found += [y, len(layer.inner._forward_hooks), bool(layer.notes or layer.hooked)]
+        return [*found, len(layer(batches(device, 1)[0])[1])]
+
+    for mine, right in zip(program("xla"), program("cpu"), strict=True):
+        torch.testing.assert_close(mine, right)

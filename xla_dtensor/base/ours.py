@@ -16,5 +16,12 @@ class OurTensor:
     __slots__ = ()
 
 
+class SaysCpu:
+    """Base of the package's tensors that say that they are on the CPU, as code has asked for it,
+    and aren't yet: they have no memory, and their own ``__torch_dispatch__`` knows what to do."""
+
+    __slots__ = ()
+
+
 # What `isinstance(value, OurTensor)` does, in one call that isn't Python's.
 is_ours: Callable[[object], bool] = OurTensor.__instancecheck__

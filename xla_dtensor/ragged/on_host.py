@@ -14,11 +14,14 @@ import torch
 from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.numbers.counts import Counts, asked_before
 from xla_dtensor.base.numbers.row_counts import numbers_of
+from xla_dtensor.base.ours import SaysCpu, is_ours
 from xla_dtensor.base.torch_private import disabled_torch_function, make_wrapper_subclass, pytree
 from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.plans.ops import info_of
 
 _MOST_DIMS = 2
+# What torch computes on the host whatever else is on devices.
+_BY_VALUES = frozenset({"aten::_pack_padded_sequence.default"})
 
 
 def stays(tensor: Any) -> bool:
@@ -34,7 +37,7 @@ def stays(tensor: Any) -> bool:
     return constant_recipe(tensor) is None and not now.can_fetch(tensor)
 
 
-class CountsOnHost(torch.Tensor):
+class CountsOnHost(SaysCpu, torch.Tensor):
     """Integers that Python has asked for on the host, on the devices.
 
     Attributes:
@@ -67,6 +70,10 @@ class CountsOnHost(torch.Tensor):
         elsewhere = device is not None and torch.device(device).type != "cpu"
         if not elsewhere:
             kwargs.pop("device", None)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if name in _BY_VALUES or any(map(_has_values, leaves)):
+            given = pytree.tree_map_only(cls, cls.value, (args, kwargs))
+            return func(*given[0], **given[1])
         given = pytree.tree_map_only(cls, lambda x: x.there, (args, kwargs))
         found = func(*given[0], **given[1])
         return found if elsewhere else pytree.tree_map(_on_host, found)
@@ -125,6 +132,12 @@ def asked(tensor: Any) -> Counts:
         return again
     with torch.no_grad():
         return Counts(tensor.detach().to(torch.int64).reshape(-1).clone())
+
+
+def _has_values(x: Any) -> bool:
+    """Whether it is another tensor on the CPU, with which these are to be computed there."""
+    others = isinstance(x, torch.Tensor) and not isinstance(x, CountsOnHost) and not is_ours(x)
+    return others and x.device.type == "cpu" and x.ndim > 0
 
 
 def _on_host(value: Any) -> Any:

@@ -22,7 +22,7 @@ from xla_dtensor.base import executor
 from xla_dtensor.base.numbers.number_functions import plain_number
 from xla_dtensor.base.numbers.python_numbers import is_number, is_pending
 from xla_dtensor.base.numbers.traced_number import NumberNode
-from xla_dtensor.base.ours import OurTensor
+from xla_dtensor.base.ours import OurTensor, SaysCpu
 from xla_dtensor.base.source_line import expression_here, user_line
 from xla_dtensor.base.torch_private import (
     TorchDispatchMode,
@@ -154,7 +154,7 @@ class HostOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(cls, OurTensor) for cls in types):
+        if any(issubclass(cls, (OurTensor, SaysCpu)) for cls in types):
             with disable_function_of_subclasses():  # their __torch_function__ has run already
                 if func in _BY_INDEX and any(map(is_mask, map(_on_host, args[1]))):
                     args = self._at_positions(*args)

@@ -25,6 +25,7 @@ from xla_dtensor.compilation.recorded.history import History
 from xla_dtensor.compilation.recorded.host_ops import HostOperations
 from xla_dtensor.compilation.recorded.output_recipes import OutputRecipes
 from xla_dtensor.compilation.recorded.start import Start
+from xla_dtensor.compilation.recorded.taken_back import TakenBack
 from xla_dtensor.compilation.recorded.traced_effects import TracedEffects
 from xla_dtensor.compilation.recorded.traced_inputs import TracedInputs, storages_found
 from xla_dtensor.compilation.recorded.traced_outputs import TracedOutputs
@@ -71,9 +72,11 @@ class Traced:
         is_misplaced: whether it took tensors along to devices that aren't those.
         unforeseen: if it has run code of installed packages that may have changed what the trace
             didn't know of, so that it has to be made again: what is known now.
+        taken_back: what is as before if it is made again; None once that is known.
     """
 
     cuts: Cuts | None = None
+    taken_back: TakenBack | None
     unforeseen: Watch | None = None
     is_misplaced = False
 
@@ -83,6 +86,7 @@ class Traced:
         self.items = start.items
         self.kept: frozenset[str] = frozenset()
         self._roots, self._executed, self._call = start.roots, start.executed, start.call
+        self.taken_back = start.taken_back
         self._begin(start, positions)
         try:
             closed = self._run(start)
@@ -304,6 +308,13 @@ class Traced:
     def _undo_trace(self) -> None:
         self.trace.undo()
         self.host.undo()
+
+    @interrupts.atomic
+    def give_way(self) -> None:
+        """Take back everything: the trace is made again."""
+        self.undo()
+        assert self.taken_back is not None
+        self.taken_back.restore()
 
     @interrupts.atomic
     def undo(self, error: BaseException | None = None) -> None:

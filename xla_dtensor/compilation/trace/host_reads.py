@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from xla_dtensor.base.numbers.printed import only_printed
 from xla_dtensor.base.numbers.python_numbers import is_pythons, is_symbolic, like_a_number
+from xla_dtensor.base.ours import SaysCpu
 from xla_dtensor.base.torch_private import FUSED_OPTIMIZERS, count_of_function_modes, pytree
 from xla_dtensor.compilation.trace.doubles import (
     MAKERS,
@@ -143,7 +144,8 @@ OF_ANY_SIZE = frozenset({"sum", "mean", "max", "min", "any", "all", "prod"})
 
 def is_on_host(x: Any) -> bool:
     """Whether something is a CPU tensor."""
-    return isinstance(x, torch.Tensor) and not is_ours(x) and x.device.type == "cpu"
+    apart = is_ours(x) or isinstance(x, SaysCpu)
+    return isinstance(x, torch.Tensor) and not apart and x.device.type == "cpu"
 
 
 def _frame_of_user() -> FrameType | None:
