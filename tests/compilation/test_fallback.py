@@ -861,3 +861,21 @@ def test_an_interrupt_comes_into_its_python() -> None:
     assert time.monotonic() - begin < 10
     assert weight.tolist() == [1, 1]
     assert compiled(x, False) == "2.0" and weight.tolist() == [2, 2]
+
+
+def test_a_scaler_that_the_step_makes() -> None:
+    """Its scale would be an input of the program that the first call is traced for."""
+    kept: dict[str, Any] = {}
+
+    def step(x: Any) -> Any:
+        if "scaler" not in kept:
+            kept["scaler"] = torch.amp.GradScaler("xla", init_scale=64.0)
+        return kept["scaler"].scale(x.sum())
+
+    x = torch.ones(3, device="xla")
+    with pytest.raises(xd.DataDependentError, match=r"GradScaler.*outside"):
+        xd.compile(step, watch="trace")(x)
+    assert not kept
+    compiled = xd.compile(step, watch="auto")
+    assert [compiled(x).item() for _ in range(3)] == [192.0] * 3
+    assert kept["scaler"].get_scale() == 64.0

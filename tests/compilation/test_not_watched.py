@@ -407,3 +407,26 @@ def test_what_is_put_where_a_library_finds_it(monkeypatch: pytest.MonkeyPatch) -
     function = lambda x: x * float(json.dumps(2.0))
     change = lambda: monkeypatch.setattr(json.encoder.JSONEncoder, "encode", lambda *args: "3.0")
     assert values(xd.compile(function), change) == [2.0, 2.0]
+
+
+def test_subclasses_of_builtins() -> None:
+    """All classes of the process are below `object`, and those that the step makes."""
+
+    class Pair(typing.NamedTuple):
+        first: torch.Tensor
+
+    class Base:
+        pass
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        known = len(Base.__subclasses__())
+        return Pair(
+            x * (1.0 + known + len(Pair.__subclasses__()) * 0 + len(int.__subclasses__()))
+        ).first
+
+    step, made = xd.compile(function), list[type]()
+    before, after = values(step, lambda: made.append(type("Count", (int,), {})))
+    assert after == before  # not watched
+    assert values(step, lambda: made.append(type("One", (Base,), {})))[1] == before + 2
+    assert step.traces == 2
+    stale_for_the_audit(function, lambda: made.append(type("Other", (int,), {})))

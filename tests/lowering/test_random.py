@@ -127,3 +127,15 @@ def test_permutations_and_draws() -> None:
         np.testing.assert_allclose(np.bincount(row, minlength=3) / N, p, atol=0.02)
     pair = draw("multinomial", weights, 2)
     np.testing.assert_array_equal(np.sort(pair, axis=1), [[1, 2], [0, 2]])
+
+
+@pytest.mark.parametrize("shapes", [((300, 8), (300, 8)), ((300, 1), (8,)), ((300, 8), ())])
+def test_binomial_of_tensors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    count, prob = torch.full(shapes[0], 10.0), torch.full(shapes[1], 0.3)
+    torch.manual_seed(0)
+    found = torch.binomial(count.to("xla"), prob.to("xla")).cpu()
+    assert found.shape == torch.binomial(*torch.broadcast_tensors(count, prob)).shape
+    assert found.dtype == torch.float32 and found.min() >= 0 and found.max() <= 10
+    assert abs(found.mean() - 3) < 5 * math.sqrt(10 * 0.3 * 0.7 / found.numel())
+    drawn = torch.distributions.Binomial(10, torch.full((9,), 0.5, device="xla")).sample((4,))
+    assert drawn.shape == (4, 9) and drawn.device.type == "xla"

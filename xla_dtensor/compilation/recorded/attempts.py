@@ -21,6 +21,8 @@ from xla_dtensor.errors import DataDependentError, MeshMismatchError
 from xla_dtensor.execution import lazy
 from xla_dtensor.tensors.base import grad_of
 
+_MOST_MADE_BEFORE = 16  # more are new ones in each trace
+
 
 class Attempt:
     """Something that may be tried again in another way, if it is its own fault that it fails."""
@@ -88,7 +90,7 @@ def _trace(
     to code that torch calls, for the first time, it may not be the first one. One more may be
     needed for `host_random`, one where the step's Python can't do with hyperparameters or items
     that are inputs, and one where it doesn't compute on the mesh of what it could reach."""
-    fixed, knows_frame = False, True
+    fixed, knows_frame, made_before = False, True, 0
     unmet: list[FunctionType] = []
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
@@ -114,6 +116,13 @@ def _trace(
                 finally:
                     OWN.reset(token)
         except executor.MadeBefore as before:
+            made_before += 1
+            if made_before > _MOST_MADE_BEFORE:
+                raise DataDependentError(
+                    "the step makes what has to be there before it is traced (a "
+                    "torch.amp.GradScaler, whose scale is an input of the program); make it "
+                    "outside of the compiled function"
+                ) from None
             before.make()
             lazy.flush_all()
         except Exception as error:

@@ -225,7 +225,8 @@ def _is_used(walk: Walk, cls: type, name: str, inherited: Set[str]) -> bool:
 def of_registry(walk: Walk, cls: type, path: str) -> None:
     """Which classes a class has below it, and which have been registered with an abstract one."""
     reached = walk.reached
-    if "__subclasses__" in walk.names.attributes:
+    # Python's own have thousands, and more with each class that is made.
+    if "__subclasses__" in walk.names.attributes and cls.__module__ != "builtins":
         below: list[type] = type.__subclasses__(cls)
         reached.probes.append((lambda: type.__subclasses__(cls) == below, True))
         reached.note(f"{path}.__subclasses__()", "registry", set(below))

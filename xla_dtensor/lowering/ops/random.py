@@ -246,6 +246,11 @@ def poisson(key: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.poisson(key, x.astype(_float(x.dtype)), dtype=np.int64).astype(x.dtype)
 
 
+@meta_of("binomial")
+def binomial_shape(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> torch.Tensor:
+    return count.new_empty(torch.broadcast_shapes(count.shape, prob.shape))
+
+
 @lowers("binomial", random=True)
 def binomial(key: jax.Array, count: jax.Array, prob: jax.Array) -> jax.Array:
     wide = _float(count.dtype)

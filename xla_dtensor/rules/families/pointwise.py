@@ -78,7 +78,7 @@ ROUNDING_DIVISIONS = ("Tensor_mode", "Scalar_mode", "out_mode", "Scalar_mode_out
 UNTAGGED = """
     __ilshift__ __irshift__ _add_relu _conj _conj_physical _neg_view _prelu_kernel
     _prelu_kernel_backward _standard_gamma absolute alpha_dropout arccos arccosh arcsin arcsinh
-    arctan arctan2 arctanh bernoulli cauchy complex conj copysign dropout elu_backward
+    arctan arctan2 arctanh bernoulli binomial cauchy complex conj copysign dropout elu_backward
     exponential fill_diagonal fix float_power floor_divide geometric greater greater_equal
     hardshrink_backward hardsigmoid_backward hardswish hardswish_backward hardtanh_backward
     leaky_relu_backward less less_equal log_normal log_sigmoid_backward log_sigmoid_forward
