@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,43 @@ def closure_of(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Callable
         return loss
 
     return closure
+
+
+_DOUBLE: dict[str, Callable[..., Optimizer]] = {
+    "Adam": torch.optim.Adam,
+    "amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": functools.partial(torch.optim.AdamW, fused=True),
+    "AdamW, single": functools.partial(torch.optim.AdamW, foreach=False),
+    "Adam, rate in a tensor": functools.partial(torch.optim.Adam, lr=torch.tensor(1e-2)),
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("make", _DOUBLE)
+def test_in_double_precision(make: str) -> None:
+    """What is made of the step count has as many digits as the parameters."""
+    generator = torch.Generator().manual_seed(0)
+    start, data = (torch.randn(6, 4, generator=generator).double() for _ in range(2))
+
+    def trained(device: str) -> torch.Tensor:
+        weight = nn.Parameter(start.to(device))
+        rate = {} if "rate" in make else {"lr": 1e-2}
+        optimizer = _DOUBLE[make]([weight], **rate)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            (weight * x).tanh().square().sum().backward()
+            optimizer.step()
+
+        run = xd.compile(step) if device == "xla" else step
+        for i in range(5):
+            run(data.to(device) + i)
+        return weight.detach().cpu()
+
+    torch.testing.assert_close(trained("xla"), trained("cpu"), rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("setting", list(LBFGS_SETTINGS))

@@ -21,13 +21,13 @@ from xla_dtensor.lowering.registry import lowers
 Tensors = Sequence[jax.Array]
 
 
-def _bias_correction(beta: Any, step: jax.Array) -> jax.Array:
+def _bias_correction(beta: Any, step: jax.Array, dtype: Any) -> jax.Array:
     """``1 - beta**step``, in a form that keeps its digits in float32 where beta is near 1."""
     if isinstance(beta, float) and beta > 0:
         log_beta: Any = math.log(beta)
     else:
         log_beta = jnp.log(jnp.asarray(beta, np.float64))
-    return -jnp.expm1(step.astype(np.float32) * jnp.asarray(log_beta, np.float32))
+    return -jnp.expm1(step.astype(dtype) * jnp.asarray(log_beta, dtype))
 
 
 def _fused(
@@ -135,10 +135,11 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         grad_scale=None,
         found_inf=None,
     ):
+        wide = np.float64 if any(x.dtype == np.float64 for x in params) else np.float32
         corrections = once_for_each(
             lambda count: (
-                _bias_correction(beta1, count),
-                jnp.sqrt(_bias_correction(beta2, count)),
+                _bias_correction(beta1, count, wide),
+                jnp.sqrt(_bias_correction(beta2, count, wide)),
             ),
             state_steps,
         )
