@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 import torch
 
 from xla_dtensor.base import executor
@@ -179,6 +180,8 @@ class Tracing(Running):
         bases = [base_of(t, self.array_of(t._storage_)) if t._steps else None for t in mutated]
         if plan.of_scalars:
             return self._of_scalars(plan, call, leaves, bases)
+        if self.wide is not None and any(getattr(x, "dtype", None) == np.float64 for x in leaves):
+            leaves = list(map(self.wide.as_computed, leaves))
         return self._traced(plan, leaves, bases)
 
     def _traced(self, plan: Plan, leaves: list[Any], bases: list[Any]) -> list[Any]:

@@ -24,6 +24,11 @@ class WideScalars:
             known = self._wide[id(array)] = array, array.astype("float64")
         return known[1]
 
+    def as_computed(self, array: Any) -> Any:
+        """A float32 scalar that was computed in double precision so, next to what is float64;
+        anything else as it is."""
+        return self._wide[id(array)][1] if id(array) in self._wide else array
+
     def narrowed(self, array: Any) -> Any:
         """The float32 scalar of one in double precision, always the same one."""
         known = self._narrow.get(id(array))
