@@ -879,3 +879,50 @@ def test_a_scaler_that_the_step_makes() -> None:
     compiled = xd.compile(step, watch="auto")
     assert [compiled(x).item() for _ in range(3)] == [192.0] * 3
     assert kept["scaler"].get_scale() == 64.0
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+def _another_class(model: Any, x: Any) -> Any:
+    y = model.first(x)
+    model.first.__class__ = _Doubled
+    return y
+
+
+def _rotated_and_swapped(model: Any, x: Any) -> Any:
+    y = model.first(x) + model.parts[0](x)
+    model.first, model.other = model.other, model.first
+    model.parts.append(model.parts.pop(0))
+    return y
+
+
+def _caught(model: Any, x: Any) -> Any:
+    try:
+        model.first.bias.data.resize_(1, 3)
+        model.kept.t_()
+    except Exception:
+        return model.first(x) * 0
+    return model.first(x) + model.kept[0].sum()
+
+
+@pytest.mark.parametrize("step", [_another_class, _rotated_and_swapped, _caught])
+def test_modules_that_the_step_changes(step: Callable[[Any, Any], Any]) -> None:
+    def program(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.first, model.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        model.parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        model.kept = torch.arange(6.0).view(2, 3).to(device)
+        model.to(device)
+        run = functools.partial(step, model)
+        if device == "xla":
+            run = xd.compile(run, watch="auto")
+        x = torch.ones(2, 3, device=device)
+        found = [run(x * i).detach().cpu() for i in range(4)]
+        return [*found, *(p.detach().cpu() for p in model.parameters())]
+
+    for mine, right in zip(program("xla"), program("cpu"), strict=True):
+        torch.testing.assert_close(mine, right)

@@ -25,6 +25,7 @@ PACKAGE = {
     "__init__.py": """
         from somepackage import heavy
         from somepackage.layers import Layer, Meter, Odd, remembering, scaled
+        from somepackage import changing
         from somepackage.hooked import Hooked, by_name, first, on_another_object, plainly
 
         ROWS = [heavy.one, heavy.two]
@@ -66,6 +67,55 @@ PACKAGE = {
                     self.install(self)
                 self.got = []
                 return self.inner(x), self.got
+    """,
+    "changing.py": """
+        import collections, functools, random
+        import torch
+        from torch import nn
+        COUNT, SEEN = 0, []
+        @functools.lru_cache
+        def table(size, device): return torch.arange(float(size), device=device) + 1
+        def counts(m):
+            m.calls += 1
+            m.log.append(m.calls)
+            m.by_name["n"] = m.by_name.get("n", 0) + 1
+            m.late.append(m.calls)
+            m.settings.inner["n"] = m.settings.inner.get("n", 0) + 1
+            return float(m.calls + len(m.log) + sum(m.by_name.values()) + len(m.late))
+        def counts_in_globals(m):
+            global COUNT
+            COUNT += 1
+            SEEN.append(COUNT)
+            Changing.total += 1
+            return float(COUNT + len(SEEN) + Changing.total)
+        def draws(m): return m.random.random()
+        def remembers(m): return table(6, m.first.weight.device)
+        def rotates(m):
+            m.parts.append(m.parts.pop(0))
+            return 1.0
+        def rotates_and_swaps(m):
+            m.parts.append(m.parts.pop(0))
+            m.first, m.other = m.other, m.first
+            return 1.0
+        def hides(m):
+            m.parts = nn.ModuleList(list(m.parts)[::-1])
+            m.flag = not getattr(m, "flag", False)
+            return 2.0 if m.flag else 1.0
+        class Settings:
+            def __init__(self): self.inner = {}
+        class Changing(nn.Module):
+            total = 0
+            def __init__(self, change):
+                super().__init__()
+                linear = lambda: nn.Linear(6, 6)
+                self.first, self.other = linear(), linear()
+                self.parts = nn.ModuleList([linear(), linear()])
+                self.change, self.calls, self.log, self.by_name = change, 0, [], {}
+                self.late, self.settings = collections.deque(), Settings()
+                self.random = random.Random(3)
+            def forward(self, x):
+                y = self.first(x) + self.parts[0](x)
+                return y * self.change(self)
     """,
     "layers.py": """
         import functools
@@ -440,3 +490,37 @@ def test_hooks_that_it_registers_in_the_first_call(
 
     for mine, right in zip(program("xla"), program("cpu"), strict=True):
         torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "counts",
+        "counts_in_globals",
+        "draws",
+        "remembers",
+        "rotates",
+        "rotates_and_swaps",
+        "hides",
+    ],
+)
+def test_what_it_changes_happens_once(package: Callable[[], ModuleType], change: str) -> None:
+    """In the first call, too, whose trace is made again, or left to replay."""
+
+    def program(device: str) -> list[Any]:
+        changing = package().changing
+        torch.manual_seed(0)
+        model = changing.Changing(getattr(changing, change)).to(device)
+        run = xd.compile(lambda x: model(x), watch="auto") if device == "xla" else model
+        found = []
+        for x in batches(device, 4):
+            found += [run(x).detach().cpu(), model.calls, len(model.log), dict(model.by_name)]
+            found += [list(model.late), changing.COUNT, changing.Changing.total]
+            found += [part.weight.detach().cpu() for part in (model.first, *model.parts)]
+        return [*found, model(batches(device, 1)[0]).detach().cpu()]
+
+    for mine, right in zip(program("xla"), program("cpu"), strict=True):
+        if isinstance(right, torch.Tensor):
+            torch.testing.assert_close(mine, right)
+        else:
+            assert mine == right

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from xla_dtensor.base import executor
-from xla_dtensor.errors import NotInStepError, UnsupportedOpError
+from xla_dtensor.errors import UnsupportedOpError
 
 
 def set_data(tensor: Any, other: Any, name: str) -> None:
@@ -25,8 +25,9 @@ def check_set_data(tensor: Any, name: str) -> None:
     Raises:
         NotInStepError: a step is being compiled, and the tensor is from outside of it.
     """
-    if not executor.current().owns(tensor._storage_):
-        raise NotInStepError(
+    now = executor.current()
+    if not now.owns(tensor._storage_):
+        now.not_in_step(
             f"{name} in a compiled step changes the shape or memory of a tensor "
             f"{list(tensor.shape)} from outside of it, which would happen when the step is "
             "compiled and in no later call; do it before the step, or on a tensor that the step "

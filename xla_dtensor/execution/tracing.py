@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_dtensor.base import executor
+from xla_dtensor.base import executor, thread_state
 from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.base.numbers.printed import only_shown
 from xla_dtensor.base.numbers.python_numbers import is_number
@@ -180,7 +180,8 @@ class Tracing(Running):
         bases = [base_of(t, self.array_of(t._storage_)) if t._steps else None for t in mutated]
         if plan.of_scalars:
             return self._of_scalars(plan, call, leaves, bases)
-        if self.wide is not None and any(getattr(x, "dtype", None) == np.float64 for x in leaves):
+        formula = self.wide is not None and thread_state.is_in_formula()
+        if formula and any(getattr(x, "dtype", None) == np.float64 for x in leaves):
             leaves = list(map(self.wide.as_computed, leaves))
         return self._traced(plan, leaves, bases)
 

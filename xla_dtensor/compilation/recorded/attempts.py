@@ -144,9 +144,8 @@ def _trace(
         else:
             met = [f for f in functions_of(recorder.unmet) if f not in unmet]
             if not (traced.unforeseen or met or traced.is_misplaced):
-                traced.taken_back = None
                 return traced
-            traced.give_way()
+            traced.undo()
             knows_frame = knows_frame and not traced.is_misplaced
             unmet += met
             known = traced.unforeseen or known

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import itertools
 import operator
+import random
+import sys
 import types
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
-from xla_dtensor.compilation.code.reflection import cache_of, dict_of
+from xla_dtensor.compilation.code.installed import is_installed
+from xla_dtensor.compilation.code.names import is_library_class
+from xla_dtensor.compilation.code.reflection import cache_of, dict_of, drop_from_cache
 from xla_dtensor.compilation.code.threads import others_run
+from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.trace.external_tensors import own_hook
 from xla_dtensor.compilation.watch.watch import Watch
+from xla_dtensor.errors import DataDependentError
 
-_CONTAINERS = frozenset({dict, OrderedDict, list, set})
+_CONTAINERS = (dict, list, set, deque)
 _APART = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_VALUES = (*_CONTAINERS, bool, int, float, complex, str, bytes, tuple, torch.Tensor, type(None))
+_DEEP, _LARGE = 4, 1000
 
 
 class TakenBack:
-    """Hooks of tensors, what functions keep of their calls (``functools.cache``), and attributes of
-    modules that the walk knows nothing of, as only code of installed packages sets them that hasn't
-    run before (transformers notes on a model that it has registered hooks): in a trace that fails
-    tensors without a value, in one that is made again what has happened already.
+    """Hooks of tensors, what functions keep of their calls (``functools.cache``), and what modules
+    hold, until a program has been launched. The walk knows nothing of what only code of installed
+    packages sets that hasn't run before (transformers notes on a model that it has registered
+    hooks), nor does it put back a dict of submodules that was replaced (`ModuleList.pop`): in a
+    trace that fails these are tensors without a value, in one that is made again, or is left to
+    replay, what has happened already.
 
     Args:
         watch: what the step can read.
@@ -41,18 +54,72 @@ class TakenBack:
         self._cached = [(cached, dict(cache_of(cached)[0])) for cached, _ in watch.reached.caches]
         modules = [each for each in watch.reached.typed if isinstance(each, nn.Module)]
         self._classes = [(module, type(module)) for module in modules]
-        self._contents = [(inner, copy.copy(inner)) for m in modules for inner in _contents(m)]
+        found: dict[int, Any] = {}
+        for module in modules:
+            _add_contents(vars(module), found, _DEEP)
+        owners = _of_packages(modules)
+        for owner in owners:
+            for value in list(vars(owner).values()):
+                if isinstance(value, _CONTAINERS):
+                    _add_contents(value, found, 1)
+        self._globals = [(owner, dict(vars(owner))) for owner in owners]
+        self._contents = [(inner, _copied(inner)) for inner in found.values()]
+        self._drawn = [
+            (value, value.getstate())
+            for _, old in self._contents
+            for value in old
+            if isinstance(value, random.Random)
+        ]
+        self._known = {id(cached) for cached, _ in watch.reached.caches}
         # What another thread sets meanwhile can't be told from what the step does.
         self._alone = not others_run()
 
+    def check(self) -> None:
+        """Called after a trace.
+
+        Raises:
+            DataDependentError: a module has another class, whose code later calls would run.
+        """
+        for module, cls in self._classes:
+            if type(module) is not cls and not issubclass(cls, LazyModuleMixin):
+                raise DataDependentError(
+                    f"the step makes a {cls.__name__} a {type(module).__name__}, whose code the "
+                    "next call would run; do that outside of the compiled function"
+                )
+
+    def forget(self, watch: Watch, made: Callable[[torch.Tensor], bool]) -> None:
+        """Have functions that no walk knew of forget what they have kept of a trace."""
+        for cached, _ in watch.reached.caches:
+            if id(cached) not in self._known:
+                parts = pytree.tree_leaves(cache_of(cached)[1])
+                ids = {id(x) for x in parts if isinstance(x, torch.Tensor) and made(x)}
+                if ids:
+                    drop_from_cache(cached, ids)
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """While the block runs modules hold what they held: what a program is valid for."""
+        now = [(inner, _copied(inner)) for inner, _ in self._contents]
+        for inner, before in self._contents:
+            _refill(inner, before)
+        try:
+            yield
+        finally:
+            for inner, left in now:
+                _refill(inner, left)
+
     def restore(self) -> None:
         """Have all as it was."""
-        if self._alone:
+        if self._alone and not others_run():
             for module, cls in self._classes:
                 if type(module) is not cls:
                     module.__class__ = cls
             for inner, before in self._contents:
                 _refill(inner, before)
+            for owner, values in self._globals:
+                _put_back(owner, values)
+            for generator, state in self._drawn:
+                generator.setstate(state)
         for tensor, before in self._hooks:
             own = own_hook(tensor)
             for table, keys in zip(_tables(tensor), before, strict=True):
@@ -65,30 +132,72 @@ class TakenBack:
                 now.update(calls)
 
 
-def _contents(module: nn.Module) -> Iterator[Any]:
-    """A module's attributes, and what is in them: plain containers, attributes of other objects."""
-    own = vars(module)
-    yield own
-    for value in own.values():
-        cls = type(value)
-        if cls in _CONTAINERS:
-            yield value
-        elif not isinstance(value, _APART) and (inner := dict_of(value)) is not None:
-            yield inner
+def _of_packages(modules: Iterable[nn.Module]) -> list[Any]:
+    """Of modules the classes of installed packages, and the Python modules that have these."""
+    classes = dict.fromkeys(cls for m in modules for cls in type(m).__mro__)
+    own = [c for c in classes if is_installed(c.__module__) and not is_library_class(c)]
+    names = dict.fromkeys(cls.__module__ for cls in own)
+    return [*own, *(sys.modules[name] for name in names if name in sys.modules)]
 
 
-def _refill(inner: Any, before: Any) -> None:
+def _put_back(owner: Any, values: dict[str, Any]) -> None:
+    """Give a class or a Python module the values that it had. What is code stays: what was imported
+    meanwhile, or patched."""
+    for name, now in list(vars(owner).items()):
+        before = values.get(name, MISSING)
+        if now is not before and isinstance(now, _VALUES):
+            if before is MISSING:
+                delattr(owner, name)
+            elif isinstance(before, _VALUES):
+                setattr(owner, name, before)
+
+
+def _add_contents(inner: Any, found: dict[int, Any], deep: int) -> None:
+    """Add a container, and what is in it: containers, and the attributes of other objects."""
+    if id(inner) in found or len(inner) > _LARGE:
+        return
+    found[id(inner)] = inner
+    if deep == 0:
+        return
+    for value in list(_values(inner)):
+        if isinstance(value, _CONTAINERS):
+            _add_contents(value, found, deep - 1)
+        if not isinstance(value, _APART) and (own := dict_of(value)) is not None:
+            _add_contents(own, found, deep - 1)
+
+
+# By Python's own methods: a user's class may have others.
+def _values(inner: Any) -> Iterable[Any]:
     if isinstance(inner, dict):
-        same = list(inner) == list(before)
-        if not same or not all(map(operator.is_, inner.values(), before.values())):
-            inner.clear()
-            inner.update(before)
-    elif isinstance(inner, list):
-        if len(inner) != len(before) or not all(map(operator.is_, inner, before)):
-            inner[:] = before
-    elif inner != before:
-        inner.clear()
-        inner.update(before)
+        return dict.values(inner)
+    kind = next(cls for cls in _CONTAINERS if isinstance(inner, cls))
+    values: Iterable[Any] = kind.__iter__(inner)
+    return values
+
+
+def _copied(inner: Any) -> list[Any]:
+    """What a container holds; of a dict each key before its value."""
+    if not isinstance(inner, dict):
+        return list(_values(inner))
+    return list(itertools.chain.from_iterable(dict.items(inner)))
+
+
+def _refill(inner: Any, before: list[Any]) -> None:
+    now = _copied(inner)
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    if isinstance(inner, dict):
+        pairs = zip(before[::2], before[1::2], strict=True)
+        of_dict = OrderedDict if isinstance(inner, OrderedDict) else dict
+        of_dict.clear(inner)
+        of_dict.update(inner, pairs)
+    elif isinstance(inner, set):
+        set.clear(inner)
+        set.update(inner, before)
+    else:
+        of_list = list if isinstance(inner, list) else deque
+        of_list.clear(inner)
+        of_list.extend(inner, before)
 
 
 def _tables(tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -72,7 +72,7 @@ class Traced:
         is_misplaced: whether it took tensors along to devices that aren't those.
         unforeseen: if it has run code of installed packages that may have changed what the trace
             didn't know of, so that it has to be made again: what is known now.
-        taken_back: what is as before if it is made again; None once that is known.
+        taken_back: what is as before if no program of it runs; None once one has.
     """
 
     cuts: Cuts | None = None
@@ -93,6 +93,7 @@ class Traced:
             self._keep_tensors(start)
             if self._is_unforeseen(start):
                 return  # nobody asks for more of it
+            start.taken_back.check()
             self._look_at_what_ran(start)
             self.frame = self.trace.frame
             self.jaxpr = jax_private.jaxpr_of(closed)
@@ -242,7 +243,8 @@ class Traced:
         same = len(roots) == before and not names.meets_installed
         same = same and (self._ran is None or not users_code(reached.codes - self._ran))
         same = same and not self.effects.append()
-        self.watch = watch if same else self.look_again(watch)
+        with start.taken_back.as_before():
+            self.watch = watch if same else self.look_again(watch)
         self.watch.remember_caches()
         self.effects.settle(self.watch)
         objects = start.call.objects()
@@ -310,19 +312,19 @@ class Traced:
         self.host.undo()
 
     @interrupts.atomic
-    def give_way(self) -> None:
-        """Take back everything: the trace is made again."""
-        self.undo()
-        assert self.taken_back is not None
-        self.taken_back.restore()
-
-    @interrupts.atomic
     def undo(self, error: BaseException | None = None) -> None:
-        """Take back what the optimizers made in the trace; what else it has left somewhere has no
-        value, because of ``error``."""
+        """Take back what the trace has made; what of it is left somewhere has no value, because of
+        ``error``."""
         self.hooks.undo()
+        if self.taken_back is not None:
+            self.taken_back.restore()
+            if self.unforeseen is not None:
+                self.taken_back.forget(self.unforeseen, self._has_made)
         for storage, _ in self.outputs.left:
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        return is_ours(tensor) and self.trace.owns(tensor._storage_)
 
     def _numbers(self, arguments: Arguments) -> dict[int, Any]:
         names = arguments.names_of_numbers() if self.dynamic else {}

@@ -545,7 +545,9 @@ class CompiledStep(BaseStep):
                     with launching():
                         busy = first_calls.may_launch(program.uses(call), but_compiled=True)
                         if busy is None:
-                            return call, program, program.launch(call)
+                            run = program.launch(call)
+                            traced.taken_back = None  # what it has done is done
+                            return call, program, run
                     busy.wait()
             except BaseException as error:
                 if not program.runs:

@@ -41,7 +41,12 @@ from xla_dtensor.compilation.trace.module_scopes import ModuleScopes
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
-from xla_dtensor.errors import DataDependentError, UnsupportedOpError
+from xla_dtensor.errors import (
+    DataDependentError,
+    NotInStepError,
+    UnsupportedOpError,
+    XlaDTensorError,
+)
 from xla_dtensor.execution.constants import state_of
 from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.form import Form
@@ -97,7 +102,7 @@ class StepTrace(TracingProgram):
         # parameters, and an optimizer's factors from them.
         self.scalars: dict[Any, Any] = {}
         self._wide = WideScalars()
-        self.refused: DataDependentError | None = None  # the latest of `refuse`
+        self.refused: XlaDTensorError | None = None  # the latest of `refuse`
         self._modules = ModuleScopes()
         self.passes = BackwardPasses()
         self._accumulates = False  # whether a backward pass has added to leaves' gradients
@@ -459,7 +464,10 @@ class StepTrace(TracingProgram):
             )
         )
 
-    def refuse_with(self, error: DataDependentError) -> NoReturn:
+    def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
+        self.refuse_with((kind or NotInStepError)(message))
+
+    def refuse_with(self, error: XlaDTensorError) -> NoReturn:
         """Refuse the step, also if its Python catches the error."""
         self.refused = error
         raise error
