@@ -68,3 +68,31 @@ def test_packed_sequences(watch: Any) -> None:
     for _ in range(2):
         found = step(layer, x.to("xla"), n.to("xla"))
         torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("watch", ["trace", "auto", "replay"])
+def test_they_are_a_copy(watch: Any) -> None:
+    def step(n: Any, kept: Any) -> Any:
+        kept.add_(n)
+        first, second = kept.cpu(), n.cpu()
+        first[0] = 99
+        second.add_(1)
+        third = kept.cpu()
+        kept.zero_()
+        return first, second, third, third.to(kept.device) + 0
+
+    on_cpu, on_xla = torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long).to("xla")
+    n = torch.tensor([3, 1, 2])
+    # On the CPU `cpu()` is no copy.
+    copied = lambda t: t.clone()
+    compiled = xd.compile(step, watch=watch)
+    for _ in range(2):
+        on_cpu.add_(n)
+        first, second, third = copied(on_cpu), copied(n) + 1, copied(on_cpu)
+        first[0] = 99
+        on_cpu.zero_()
+        mine = n.to("xla")
+        found = compiled(mine, on_xla)
+        for got, right in zip(found, (first, second, third, third), strict=True):
+            assert torch.as_tensor(got).tolist() == right.tolist()
+        assert on_xla.tolist() == on_cpu.tolist() and mine.tolist() == n.tolist()

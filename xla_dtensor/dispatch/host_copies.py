@@ -49,7 +49,7 @@ def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if torch.device(device).type == "meta":
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     if torch.device(device).type == "cpu" and row_comparisons.executor().stays(tensor):
-        return row_comparisons.executor().on_host(tensor.to(dtype))
+        return row_comparisons.executor().on_host(tensor.to(dtype, copy=True))
     with executor.current().recording():
         return to_cpu(tensor).to(device=device, dtype=dtype)
 

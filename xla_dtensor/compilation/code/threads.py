@@ -20,8 +20,8 @@ from typing import Any
 from xla_dtensor.base import executor
 from xla_dtensor.base.source_line import user_line
 from xla_dtensor.compilation.code import lasting
-from xla_dtensor.compilation.code.installed import is_installed_file
-from xla_dtensor.compilation.code.names import describe
+from xla_dtensor.compilation.code.installed import is_installed, is_installed_file
+from xla_dtensor.compilation.code.names import describe, is_library
 from xla_dtensor.compilation.code.patched import patched
 from xla_dtensor.errors import DataDependentError
 from xla_dtensor.execution.pieces import COMPILES
@@ -32,6 +32,19 @@ def others_run() -> bool:
     programs are compiled."""
     own = {t.ident for t in threading.enumerate() if t.name.startswith(COMPILES)}
     return len(sys._current_frames().keys() - own) > 1
+
+
+def users_code_runs_elsewhere() -> bool:
+    """Whether another thread is in code that is neither a library's nor an installed package's
+    (tqdm's monitor, a notebook's threads)."""
+    for thread, innermost in sys._current_frames().items():
+        frame: types.FrameType | None = innermost
+        while frame is not None and thread != threading.get_ident():
+            name = frame.f_globals.get("__name__")
+            if not (is_library(name) or is_installed(name)):
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _is_package_s(work: Any) -> bool:

@@ -9,7 +9,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, 
 from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import is_library_class
 from xla_dtensor.compilation.code.reflection import cache_of, dict_of, drop_from_cache
-from xla_dtensor.compilation.code.threads import others_run
+from xla_dtensor.compilation.code.threads import users_code_runs_elsewhere
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.trace.external_tensors import own_hook
+from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 
@@ -35,11 +36,12 @@ _DEEP, _LARGE = 4, 1000
 
 class TakenBack:
     """Hooks of tensors, what functions keep of their calls (``functools.cache``), and what modules
-    hold, until a program has been launched. The walk knows nothing of what only code of installed
-    packages sets that hasn't run before (transformers notes on a model that it has registered
-    hooks), nor does it put back a dict of submodules that was replaced (`ModuleList.pop`): in a
-    trace that fails these are tensors without a value, in one that is made again, or is left to
-    replay, what has happened already.
+    and other objects hold, until a program has been launched.
+
+    The walk knows nothing of what only code of installed packages sets that hasn't run before
+    (transformers notes on a model that it has registered hooks), nor are dicts of submodules put
+    back that were replaced (`ModuleList.pop`): in a trace that fails these are tensors without a
+    value, in one that is made again, or is left to replay, what has happened already.
 
     Args:
         watch: what the step can read.
@@ -55,15 +57,19 @@ class TakenBack:
         modules = [each for each in watch.reached.typed if isinstance(each, nn.Module)]
         self._classes = [(module, type(module)) for module in modules]
         found: dict[int, Any] = {}
-        for module in modules:
-            _add_contents(vars(module), found, _DEEP)
+        owns: set[int] = set()
+        for each in watch.reached.typed:
+            if not isinstance(each, types.ModuleType) and (own := dict_of(each)) is not None:
+                _add_contents(own, found, _DEEP, owns)
+                owns.add(id(own))
         owners = _of_packages(modules)
         for owner in owners:
             for value in list(vars(owner).values()):
                 if isinstance(value, _CONTAINERS):
-                    _add_contents(value, found, 1)
+                    _add_contents(value, found, 1, owns)
         self._globals = [(owner, dict(vars(owner))) for owner in owners]
         self._contents = [(inner, _copied(inner)) for inner in found.values()]
+        self._owns = owns
         self._drawn = [
             (value, value.getstate())
             for _, old in self._contents
@@ -71,8 +77,7 @@ class TakenBack:
             if isinstance(value, random.Random)
         ]
         self._known = {id(cached) for cached, _ in watch.reached.caches}
-        # What another thread sets meanwhile can't be told from what the step does.
-        self._alone = not others_run()
+        self._alone = not users_code_runs_elsewhere()
 
     def check(self) -> None:
         """Called after a trace.
@@ -108,18 +113,29 @@ class TakenBack:
             for inner, left in now:
                 _refill(inner, left)
 
-    def restore(self) -> None:
-        """Have all as it was."""
-        if self._alone and not others_run():
-            for module, cls in self._classes:
-                if type(module) is not cls:
-                    module.__class__ = cls
-            for inner, before in self._contents:
+    def restore(self, names: NamesMet) -> None:
+        """Have all as it was. Where other threads run user's code, of attributes those that the
+        step's code may have assigned.
+
+        Args:
+            names: in the step's code.
+        """
+        alone = self._alone and not users_code_runs_elsewhere()
+        may_assign = names.assigned
+        if names.calls("setattr", "delattr"):
+            may_assign = may_assign | names.attributes
+        for module, cls in self._classes:
+            if type(module) is not cls:
+                module.__class__ = cls
+        for inner, before in self._contents:
+            if alone or id(inner) not in self._owns:
                 _refill(inner, before)
-            for owner, values in self._globals:
-                _put_back(owner, values)
-            for generator, state in self._drawn:
-                generator.setstate(state)
+            else:
+                _refill_some(inner, before, may_assign)
+        for owner, values in self._globals:
+            _put_back(owner, values)
+        for generator, state in self._drawn:
+            generator.setstate(state)
         for tensor, before in self._hooks:
             own = own_hook(tensor)
             for table, keys in zip(_tables(tensor), before, strict=True):
@@ -152,8 +168,9 @@ def _put_back(owner: Any, values: dict[str, Any]) -> None:
                 setattr(owner, name, before)
 
 
-def _add_contents(inner: Any, found: dict[int, Any], deep: int) -> None:
-    """Add a container, and what is in it: containers, and the attributes of other objects."""
+def _add_contents(inner: Any, found: dict[int, Any], deep: int, owns: set[int]) -> None:
+    """Add a container, and what is in it: containers, and the attributes of other objects, whose
+    dicts ``owns`` gets the ids of."""
     if id(inner) in found or len(inner) > _LARGE:
         return
     found[id(inner)] = inner
@@ -161,9 +178,10 @@ def _add_contents(inner: Any, found: dict[int, Any], deep: int) -> None:
         return
     for value in list(_values(inner)):
         if isinstance(value, _CONTAINERS):
-            _add_contents(value, found, deep - 1)
+            _add_contents(value, found, deep - 1, owns)
         if not isinstance(value, _APART) and (own := dict_of(value)) is not None:
-            _add_contents(own, found, deep - 1)
+            _add_contents(own, found, deep - 1, owns)
+            owns.add(id(own))
 
 
 # By Python's own methods: a user's class may have others.
@@ -198,6 +216,16 @@ def _refill(inner: Any, before: list[Any]) -> None:
         of_list = list if isinstance(inner, list) else deque
         of_list.clear(inner)
         of_list.extend(inner, before)
+
+
+def _refill_some(own: dict[str, Any], before: list[Any], names: Set[str]) -> None:
+    """Have some of an object's attributes as they were."""
+    values = dict(zip(before[::2], before[1::2], strict=True))
+    for name in names & (own.keys() | values.keys()):
+        if name not in values:
+            del own[name]
+        elif own.get(name, MISSING) is not values[name]:
+            own[name] = values[name]
 
 
 def _tables(tensor: torch.Tensor) -> tuple[Any, Any]:

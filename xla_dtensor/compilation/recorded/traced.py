@@ -302,7 +302,7 @@ class Traced:
         self.trace.items.prints.fail()
         self.hooks.undo()
         start.surroundings.restore()  # no tracer stays in an attribute
-        start.taken_back.restore()
+        start.taken_back.restore(start.watch.names)
         end_numbers(self.trace.python_numbers)
         self.trace.let_go()
 
@@ -317,9 +317,9 @@ class Traced:
         ``error``."""
         self.hooks.undo()
         if self.taken_back is not None:
-            self.taken_back.restore()
-            if self.unforeseen is not None:
-                self.taken_back.forget(self.unforeseen, self._has_made)
+            known = self.unforeseen or self.watch
+            self.taken_back.restore(known.names)
+            self.taken_back.forget(known, self._has_made)
         for storage, _ in self.outputs.left:
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
