@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from xla_dtensor.base import executor
 from xla_dtensor.compilation.objects.kind import ObjectKind
 from xla_dtensor.compilation.objects.kinds import own_class
-from xla_dtensor.ragged.on_host import CountsOnHost
+from xla_dtensor.ragged.on_host import CountsOnHost, stays
 from xla_dtensor.ragged.tensor import RaggedTensor, refuse
 
 
@@ -36,7 +37,10 @@ class _OnHost(ObjectKind):
         return None, [value.there]
 
     def make(self, data: Any, parts: list[Any]) -> Any:
-        return CountsOnHost(parts[0])
+        there = parts[0]
+        if stays(there):
+            return CountsOnHost(there)
+        return executor.current().on_host(there)  # a result, whose value is there
 
 
 def install() -> None:
