@@ -27,3 +27,7 @@ def test_as_on_the_cpu(other: Callable[[torch.Tensor], torch.Tensor]) -> None:
     right, found = torch.ones(2, 3), torch.ones(2, 3, device="xla")
     assert found.is_set_to(other(found)) is right.is_set_to(other(right))
     assert found[0].is_set_to(other(found)[0]) is right[0].is_set_to(other(right)[0])
+
+
+def test_of_another_device() -> None:
+    assert not torch.ones(2, device="xla").is_set_to(torch.ones(2))

@@ -146,9 +146,10 @@ def _is_same_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def _is_set_to(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether two tensors are the same view of one memory."""
     one, other = args
-    if one._storage_ is not other._storage_ or one.shape != other.shape:
+    if not (is_ours(one) and is_ours(other)) or one._storage_ is not other._storage_:
         return False
-    return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+    seen = lambda tensor: (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return seen(one) == seen(other)
 
 
 @handles("aten::_has_same_storage_numel.default")

@@ -258,7 +258,7 @@ class Storage:
             UnsupportedOpError: see ``refuses_writes``.
         """
         if self.refuses_writes is not None:
-            executor.current().not_in_step(self.refuses_writes)  # an eager one may be a view's
+            executor.current().not_in_step(self.refuses_writes)  # eagerly it may be a view
             raise UnsupportedOpError(self.refuses_writes)
 
     # In `write` the executor comes first: a trace or batch has to note the storage as it was.

@@ -20,7 +20,7 @@ from xla_dtensor.forms.read import constant_recipe
 from xla_dtensor.plans.ops import info_of
 
 _MOST_DIMS = 2
-# What torch computes on the host whatever else is on devices.
+# What torch computes from lengths on the host: sizes of its results depend on each of them.
 _BY_VALUES = frozenset({"aten::_pack_padded_sequence.default"})
 
 
@@ -135,7 +135,8 @@ def asked(tensor: Any) -> Counts:
 
 
 def _has_values(x: Any) -> bool:
-    """Whether it is another tensor on the CPU, with which these are to be computed there."""
+    """Whether it is another tensor on the CPU, with which these are to be computed there; one
+    without dims counts as a number."""
     others = isinstance(x, torch.Tensor) and not isinstance(x, CountsOnHost) and not is_ours(x)
     return others and x.device.type == "cpu" and x.ndim > 0
 

@@ -29,6 +29,7 @@ from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 
 _CONTAINERS = (dict, list, set, deque)
+# Modules are looked at by themselves; of the others what they refer to isn't theirs.
 _APART = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 _VALUES = (*_CONTAINERS, bool, int, float, complex, str, bytes, tuple, torch.Tensor, type(None))
 _DEEP, _LARGE = 4, 1000

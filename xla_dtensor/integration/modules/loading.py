@@ -87,7 +87,8 @@ def _hooked(original: Callable[..., Any]) -> Callable[..., Any]:
 def _hooked_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
     """In files of before torch 1.6 values come behind all tensors: what the first of them becomes
     on a device while they are read has none yet. A file of which something is to be on "xla" is
-    read once more, over the storages that have been filled."""
+    read once more, over the storages that have been filled: torch asks for the same ones in the
+    same order."""
 
     @functools.wraps(original)
     def load(file: Any, map_location: Any, *args: Any, **kwargs: Any) -> Any:
