@@ -24,6 +24,7 @@ from xla_dtensor.compilation.code.reflection import cache_of, dict_of, drop_from
 from xla_dtensor.compilation.code.threads import users_code_runs_elsewhere
 from xla_dtensor.compilation.objects.places import MISSING
 from xla_dtensor.compilation.trace.external_tensors import own_hook
+from xla_dtensor.compilation.watch.attributes import MODULE_PARTS
 from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
@@ -57,6 +58,10 @@ class TakenBack:
         self._cached = [(cached, dict(cache_of(cached)[0])) for cached, _ in watch.reached.caches]
         modules = [each for each in watch.reached.typed if isinstance(each, nn.Module)]
         self._classes = [(module, type(module)) for module in modules]
+        self._parts = [
+            (own, {part: own[part] for part in MODULE_PARTS if part in own})
+            for own in (vars(module) for module in modules)
+        ]
         found: dict[int, Any] = {}
         owns: set[int] = set()
         for each in watch.reached.typed:
@@ -103,16 +108,21 @@ class TakenBack:
                     drop_from_cache(cached, ids)
 
     @contextlib.contextmanager
-    def as_before(self) -> Iterator[None]:
-        """While the block runs modules hold what they held: what a program is valid for."""
-        now = [(inner, _copied(inner)) for inner, _ in self._contents]
-        for inner, before in self._contents:
-            _refill(inner, before)
+    def parts_as_before(self) -> Iterator[None]:
+        """While the block runs modules have the dicts of parameters, buffers and submodules that
+        they had: those for which a program is valid. (Their content is in places.)"""
+        changed = [
+            (own, {part: own.get(part) for part in before}, before)
+            for own, before in self._parts
+            if any(own.get(part) is not inner for part, inner in before.items())
+        ]
+        for own, _, before in changed:
+            own.update(before)
         try:
             yield
         finally:
-            for inner, left in now:
-                _refill(inner, left)
+            for own, now, _ in changed:
+                own.update(now)
 
     def restore(self, names: NamesMet) -> None:
         """Have all as it was. Where other threads run user's code, of attributes those that the

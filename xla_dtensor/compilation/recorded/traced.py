@@ -243,7 +243,7 @@ class Traced:
         same = len(roots) == before and not names.meets_installed
         same = same and (self._ran is None or not users_code(reached.codes - self._ran))
         same = same and not self.effects.append()
-        with start.taken_back.as_before():
+        with start.taken_back.parts_as_before():
             self.watch = watch if same else self.look_again(watch)
         self.watch.remember_caches()
         self.effects.settle(self.watch)
