@@ -1,7 +1,7 @@
 """How much of torch is right in JAX programs: xd.jax beside torchax, in processes of their own.
 
-    python -m benchmarks.jax_counts op_db architectures                          # xd.jax
-    python -m benchmarks.jax_counts op_db architectures --torchax PATH/python    # and torchax
+    python benchmarks/jax_counts.py op_db architectures                          # xd.jax
+    python benchmarks/jax_counts.py op_db architectures --torchax PATH/python    # and torchax
 
 ``op_db`` are the entries of torch's own tests: the first sample of each, values and gradients under
 ``jax.jit``. ``architectures`` are transformers' models (`tests/transformers/architectures.py`):
@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from checkouts import ROOT
+
 SECONDS = 60  # that one of them may take
 TOLERANCE = 1e-4  # of the largest element, beside ten times what CPU torch is off
 Function = Callable[..., Any]
@@ -39,7 +41,7 @@ def of_xd(function: Function) -> Function:
 
 def of_torchax(function: Function) -> Function:
     """The same by torchax."""
-    from benchmarks.jax_programs import imported_torchax
+    from jax_programs import imported_torchax
 
     torchax = imported_torchax()
     return lambda *arrays: torchax.interop.call_torch(function, *arrays)
@@ -47,7 +49,7 @@ def of_torchax(function: Function) -> Function:
 
 def module_of_torchax(module: Any) -> tuple[Any, Function]:
     """Parameters and a function of them and of what the module is called with by name."""
-    from benchmarks.jax_programs import imported_torchax
+    from jax_programs import imported_torchax
 
     params, apply = imported_torchax().extract_jax(module)
     return params, lambda params, batch: apply(params, (), batch)["loss"]
@@ -212,10 +214,10 @@ def subjects(kind: str) -> dict[str, Callable[[str], str]]:
     if kind == "op_db":
         from tests.conformance.entries import full_name, op_db
 
-        return {full_name(e): lambda which, e=e: of_entry(e, which) for e in op_db()}
+        return {full_name(e): functools.partial(of_entry, e) for e in op_db()}
     from tests.transformers.architectures import ALL
 
-    return {a.name: lambda which, a=a: of_architecture(a, which) for a in ALL}
+    return {a.name: functools.partial(of_architecture, a) for a in ALL}
 
 
 @contextlib.contextmanager
@@ -252,7 +254,8 @@ def measure(kind: str, which: str, known: frozenset[str]) -> None:
 def counted(kind: str, which: str, python: str, kept: Path) -> dict[str, str]:
     """What was found, by name; in processes that go on where one has ended."""
     own = {"JAX_PLATFORMS": "cpu", "XLA_DTENSOR_CACHE": "off", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [python, "-m", "benchmarks.jax_counts", kind, "--measure", which, "--json", str(kept)]
+    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [python, __file__, kind, "--measure", which, "--json", str(kept)]
     while True:
         before = len(read(kept))
         with kept.open("a") as file:
