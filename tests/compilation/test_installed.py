@@ -69,7 +69,7 @@ PACKAGE = {
                 return self.inner(x), self.got
     """,
     "changing.py": """
-        import collections, functools, random
+        import collections, functools
         import torch
         from torch import nn
         COUNT, SEEN = 0, []
@@ -88,7 +88,6 @@ PACKAGE = {
             SEEN.append(COUNT)
             Changing.total += 1
             return float(COUNT + len(SEEN) + Changing.total)
-        def draws(m): return m.random.random()
         def remembers(m): return table(6, m.first.weight.device)
         def rotates(m):
             m.parts.append(m.parts.pop(0))
@@ -112,7 +111,6 @@ PACKAGE = {
                 self.parts = nn.ModuleList([linear(), linear()])
                 self.change, self.calls, self.log, self.by_name = change, 0, [], {}
                 self.late, self.settings = collections.deque(), Settings()
-                self.random = random.Random(3)
             def forward(self, x):
                 y = self.first(x) + self.parts[0](x)
                 return y * self.change(self)
@@ -497,7 +495,6 @@ def test_hooks_that_it_registers_in_the_first_call(
     [
         "counts",
         "counts_in_globals",
-        "draws",
         "remembers",
         "rotates",
         "rotates_and_swaps",

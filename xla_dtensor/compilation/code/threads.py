@@ -37,9 +37,11 @@ def others_run() -> bool:
 def users_code_runs_elsewhere() -> bool:
     """Whether another thread is in code that is neither a library's nor an installed package's
     (tqdm's monitor, a notebook's threads)."""
-    for thread, innermost in sys._current_frames().items():
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # which would hold itself, and what its callers have
+    for innermost in frames.values():
         frame: types.FrameType | None = innermost
-        while frame is not None and thread != threading.get_ident():
+        while frame is not None:
             name = frame.f_globals.get("__name__")
             if not (is_library(name) or is_installed(name)):
                 return True

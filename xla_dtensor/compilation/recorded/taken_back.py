@@ -132,7 +132,7 @@ class TakenBack:
             names: in the step's code.
         """
         alone = self._alone and not users_code_runs_elsewhere()
-        may_assign = names.assigned
+        may_assign = names.assigned.union(MODULE_PARTS)
         if names.calls("setattr", "delattr"):
             may_assign = may_assign | names.attributes
         for module, cls in self._classes:

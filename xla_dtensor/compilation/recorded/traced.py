@@ -320,6 +320,7 @@ class Traced:
             known = self.unforeseen or self.watch
             self.taken_back.restore(known.names)
             self.taken_back.forget(known, self._has_made)
+            self.taken_back = None  # it keeps arguments alive
         for storage, _ in self.outputs.left:
             storage.give_up(error or RuntimeError("the step was traced, but not run"))
 
