@@ -15,7 +15,7 @@ from xla_dtensor.base import executor, thread_state
 from xla_dtensor.base.numbers.number_functions import number_value
 from xla_dtensor.base.numbers.printed import only_shown
 from xla_dtensor.base.numbers.python_numbers import is_number
-from xla_dtensor.errors import NotInStepError
+from xla_dtensor.errors import NotInStepError, XlaDTensorError
 from xla_dtensor.execution import value_checks
 from xla_dtensor.execution.constants import Constants
 from xla_dtensor.execution.interfaces import Call, Plan, Slot
@@ -85,7 +85,11 @@ class Tracing(Running):
         return traced(self)
 
     def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
-        raise (kind or NotInStepError)(message)
+        self.refuse_with((kind or NotInStepError)(message))
+
+    def refuse_with(self, error: XlaDTensorError) -> NoReturn:
+        """Refuse what is traced."""
+        raise error
 
     # --- asked of tensors' values -------------------------------------------------------------
 

@@ -7,6 +7,7 @@ or that a compiled step computes, stays on the devices, and gives `row_counts` f
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -71,12 +72,11 @@ class CountsOnHost(SaysCpu, torch.Tensor):
         if not elsewhere:
             kwargs.pop("device", None)
         leaves = pytree.tree_leaves((args, kwargs))
-        if name in _BY_VALUES or any(map(_has_values, leaves)):
-            given = pytree.tree_map_only(cls, cls.value, (args, kwargs))
-            return func(*given[0], **given[1])
-        given = pytree.tree_map_only(cls, lambda x: x.there, (args, kwargs))
+        by_values = name in _BY_VALUES or any(map(_has_values, leaves))
+        take = cls.value if by_values else operator.attrgetter("there")
+        given = pytree.tree_map_only(cls, take, (args, kwargs))
         found = func(*given[0], **given[1])
-        return found if elsewhere else pytree.tree_map(_on_host, found)
+        return found if by_values or elsewhere else pytree.tree_map(_on_host, found)
 
     def value(self) -> torch.Tensor:
         """The value, which raises where there is none."""

@@ -22,7 +22,6 @@ from xla_dtensor.execution import lazy
 from xla_dtensor.tensors.base import grad_of
 
 _MOST_MADE_BEFORE = 16  # more are new ones in each trace
-_MOST_FAILED = 16  # each may have come to code of packages that hadn't run
 
 
 class Attempt:
@@ -91,7 +90,7 @@ def _trace(
     to code that torch calls, for the first time, it may not be the first one. One more may be
     needed for `host_random`, one where the step's Python can't do with hyperparameters or items
     that are inputs, and one where it doesn't compute on the mesh of what it could reach."""
-    fixed, knows_frame, made_before, failed = False, True, 0, 0
+    fixed, knows_frame, made_before = False, True, 0
     unmet: list[FunctionType] = []
 
     def attempt_with(recorder: CodeRecorder) -> Traced:
@@ -138,8 +137,8 @@ def _trace(
             if isinstance(error, NumberLeft) and not dynamic and items is not None:
                 items = None
                 continue
-            failed += 1
-            if not recorder.grown or failed > _MOST_FAILED:
+            # Where nobody can tell what has run (a profiler's trace), another one is the same.
+            if not recorder.grown or recorder.executed() is None:
                 if fixed or not recorder.feeds or isinstance(error, DataDependentError):
                     raise
                 fixed, known = True, None

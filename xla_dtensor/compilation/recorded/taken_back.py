@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 import random
 import sys
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,19 +18,23 @@ from xla_dtensor.base.torch_private import pytree
 from xla_dtensor.base.torch_private.attributes import hooks_after_accumulation, hooks_of_tensor
 from xla_dtensor.compilation.code.installed import is_installed
 from xla_dtensor.compilation.code.names import is_library_class
-from xla_dtensor.compilation.code.reflection import cache_of, dict_of, drop_from_cache
+from xla_dtensor.compilation.code.reflection import cache_of, drop_from_cache
 from xla_dtensor.compilation.code.threads import users_code_runs_elsewhere
-from xla_dtensor.compilation.objects.places import MISSING
+from xla_dtensor.compilation.objects.kinds import places_of
+from xla_dtensor.compilation.objects.places import MISSING, Attributes, Place, Slots
 from xla_dtensor.compilation.trace.external_tensors import own_hook
 from xla_dtensor.compilation.watch.attributes import MODULE_PARTS
+from xla_dtensor.compilation.watch.effects import put_back
 from xla_dtensor.compilation.watch.names_met import NamesMet
 from xla_dtensor.compilation.watch.watch import Watch
 from xla_dtensor.errors import DataDependentError
 
 _CONTAINERS = (dict, list, set, deque)
+_ATOMS = (bool, int, float, complex, str, bytes, tuple, type(None))
+_VALUES = (*_CONTAINERS, *_ATOMS, torch.Tensor)
 # Modules are looked at by themselves; of the others what they refer to isn't theirs.
-_APART = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-_VALUES = (*_CONTAINERS, bool, int, float, complex, str, bytes, tuple, torch.Tensor, type(None))
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_APART = (*_ATOMS, torch.Tensor, nn.Module, *_CODE)
 _DEEP, _LARGE = 4, 1000
 
 
@@ -62,24 +64,20 @@ class TakenBack:
             (own, {part: own[part] for part in MODULE_PARTS if part in own})
             for own in (vars(module) for module in modules)
         ]
-        found: dict[int, Any] = {}
-        owns: set[int] = set()
+        found: dict[int, Place] = {}
         for each in watch.reached.typed:
-            if not isinstance(each, types.ModuleType) and (own := dict_of(each)) is not None:
-                _add_contents(own, found, _DEEP, owns)
-                owns.add(id(own))
-        owners = _of_packages(modules)
-        for owner in owners:
-            for value in list(vars(owner).values()):
+            if not isinstance(each, types.ModuleType):
+                _add_places(each, found, _DEEP)
+        self._globals = [(owner, dict(vars(owner))) for owner in _of_packages(modules)]
+        for _, values in self._globals:
+            for value in values.values():
                 if isinstance(value, _CONTAINERS):
-                    _add_contents(value, found, 1, owns)
-        self._globals = [(owner, dict(vars(owner))) for owner in owners]
-        self._contents = [(inner, _copied(inner)) for inner in found.values()]
-        self._owns = owns
+                    _add_places(value, found, 1)
+        self._places = [(place, place.content()) for place in found.values()]
         self._drawn = [
             (value, value.getstate())
-            for _, old in self._contents
-            for value in old
+            for _, content in self._places
+            for value in content.values()
             if isinstance(value, random.Random)
         ]
         self._known = {id(cached) for cached, _ in watch.reached.caches}
@@ -138,13 +136,14 @@ class TakenBack:
         for module, cls in self._classes:
             if type(module) is not cls:
                 module.__class__ = cls
-        for inner, before in self._contents:
-            if alone or id(inner) not in self._owns:
-                _refill(inner, before)
-            else:
-                _refill_some(inner, before, may_assign)
+        for place, content in self._places:
+            now = place.content()
+            if not alone and isinstance(place, Attributes):
+                others = {key: value for key, value in now.items() if key not in may_assign}
+                content = {k: v for k, v in content.items() if k in may_assign} | others
+            put_back(place, content, now)
         for owner, values in self._globals:
-            _put_back(owner, values)
+            _put_values_back(owner, values)
         for generator, state in self._drawn:
             generator.setstate(state)
         for tensor, before in self._hooks:
@@ -167,7 +166,7 @@ def _of_packages(modules: Iterable[nn.Module]) -> list[Any]:
     return [*own, *(sys.modules[name] for name in names if name in sys.modules)]
 
 
-def _put_back(owner: Any, values: dict[str, Any]) -> None:
+def _put_values_back(owner: Any, values: dict[str, Any]) -> None:
     """Give a class or a Python module the values that it had. What is code stays: what was imported
     meanwhile, or patched."""
     for name, now in list(vars(owner).items()):
@@ -179,64 +178,15 @@ def _put_back(owner: Any, values: dict[str, Any]) -> None:
                 setattr(owner, name, before)
 
 
-def _add_contents(inner: Any, found: dict[int, Any], deep: int, owns: set[int]) -> None:
-    """Add a container, and what is in it: containers, and the attributes of other objects, whose
-    dicts ``owns`` gets the ids of."""
-    if id(inner) in found or len(inner) > _LARGE:
-        return
-    found[id(inner)] = inner
-    if deep == 0:
-        return
-    for value in list(_values(inner)):
-        if isinstance(value, _CONTAINERS):
-            _add_contents(value, found, deep - 1, owns)
-        if not isinstance(value, _APART) and (own := dict_of(value)) is not None:
-            _add_contents(own, found, deep - 1, owns)
-            owns.add(id(own))
-
-
-# By Python's own methods: a user's class may have others.
-def _values(inner: Any) -> Iterable[Any]:
-    if isinstance(inner, dict):
-        return dict.values(inner)
-    kind = next(cls for cls in _CONTAINERS if isinstance(inner, cls))
-    values: Iterable[Any] = kind.__iter__(inner)
-    return values
-
-
-def _copied(inner: Any) -> list[Any]:
-    """What a container holds; of a dict each key before its value."""
-    if not isinstance(inner, dict):
-        return list(_values(inner))
-    return list(itertools.chain.from_iterable(dict.items(inner)))
-
-
-def _refill(inner: Any, before: list[Any]) -> None:
-    now = _copied(inner)
-    if len(now) == len(before) and all(map(operator.is_, now, before)):
-        return
-    if isinstance(inner, dict):
-        pairs = zip(before[::2], before[1::2], strict=True)
-        of_dict = OrderedDict if isinstance(inner, OrderedDict) else dict
-        of_dict.clear(inner)
-        of_dict.update(inner, pairs)
-    elif isinstance(inner, set):
-        set.clear(inner)
-        set.update(inner, before)
-    else:
-        of_list = list if isinstance(inner, list) else deque
-        of_list.clear(inner)
-        of_list.extend(inner, before)
-
-
-def _refill_some(own: dict[str, Any], before: list[Any], names: Set[str]) -> None:
-    """Have some of an object's attributes as they were."""
-    values = dict(zip(before[::2], before[1::2], strict=True))
-    for name in names & (own.keys() | values.keys()):
-        if name not in values:
-            del own[name]
-        elif own.get(name, MISSING) is not values[name]:
-            own[name] = values[name]
+def _add_places(value: Any, found: dict[int, Place], deep: int) -> None:
+    """Add what a container or an object holds, and what is in it, by the places' containers."""
+    for place in places_of(value, ""):
+        if place.container in found or isinstance(place, Slots) or len(place.owner) > _LARGE:
+            continue
+        found[place.container] = place
+        for inner in place.content().values() if deep else ():
+            if not isinstance(inner, _APART):
+                _add_places(inner, found, deep - 1)
 
 
 def _tables(tensor: torch.Tensor) -> tuple[Any, Any]:

@@ -41,12 +41,7 @@ from xla_dtensor.compilation.trace.module_scopes import ModuleScopes
 from xla_dtensor.compilation.trace.numbers_of_trace import TraceNumbers
 from xla_dtensor.compilation.trace.state_values import StateValue, recipe_of_state
 from xla_dtensor.dispatch import dispatch
-from xla_dtensor.errors import (
-    DataDependentError,
-    NotInStepError,
-    UnsupportedOpError,
-    XlaDTensorError,
-)
+from xla_dtensor.errors import DataDependentError, UnsupportedOpError, XlaDTensorError
 from xla_dtensor.execution.constants import state_of
 from xla_dtensor.execution.tracing import TracingProgram
 from xla_dtensor.forms.form import Form
@@ -463,9 +458,6 @@ class StepTrace(TracingProgram):
                 f"{user_line()}\n{way}"
             )
         )
-
-    def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
-        self.refuse_with((kind or NotInStepError)(message))
 
     def refuse_with(self, error: XlaDTensorError) -> NoReturn:
         """Refuse the step, also if its Python catches the error."""

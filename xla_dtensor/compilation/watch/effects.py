@@ -291,16 +291,7 @@ class PlacesBefore:
                         present = place.at(key)
                         own = present is planted
                         place.put({key: before[key] if own else present_value(present)})
-            after |= others
-            if list(before) != list(after):
-                place.replace(before)
-                continue
-            # Only the changed keys: another thread may have written the others.
-            changed = {key: value for key, value in before.items() if after[key] is not value}
-            if isinstance(place.owner, set) and changed:
-                place.replace(before)
-            elif changed:
-                place.put(changed)
+            put_back(place, before, after | others)
         self._planted.clear()  # symbolic numbers, of use in the trace alone
 
     def _of_other_threads(
@@ -312,6 +303,23 @@ class PlacesBefore:
         if names is None or (self._alone and not others_run()):
             return {}
         return {key: before[key] for key in after if key not in names and key in before}
+
+
+def put_back(place: Place, before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Have a place hold what it held.
+
+    Args:
+        before, after: its content then and now.
+    """
+    if list(before) != list(after):
+        place.replace(before)
+        return
+    # Only the changed keys: another thread may have written the others.
+    changed = {key: value for key, value in before.items() if after[key] is not value}
+    if isinstance(place.owner, set) and changed:
+        place.replace(before)
+    elif changed:
+        place.put(changed)
 
 
 @contextlib.contextmanager
