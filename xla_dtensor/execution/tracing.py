@@ -85,7 +85,9 @@ class Tracing(Running):
         return traced(self)
 
     def not_in_step(self, message: str, kind: Any = None) -> NoReturn:
-        self.refuse_with((kind or NotInStepError)(message))
+        if kind is not None:
+            raise kind(message)
+        self.refuse_with(NotInStepError(message))
 
     def refuse_with(self, error: XlaDTensorError) -> NoReturn:
         """Refuse what is traced."""

@@ -185,7 +185,9 @@ def _add_places(value: Any, found: dict[int, Place], deep: int) -> None:
             continue
         found[place.container] = place
         for inner in place.content().values() if deep else ():
-            if not isinstance(inner, _APART):
+            # What of the package's own objects matters has guards of its own.
+            own = type(inner).__module__.startswith("xla_dtensor.")
+            if not (own or isinstance(inner, _APART)):
                 _add_places(inner, found, deep - 1)
 
 
