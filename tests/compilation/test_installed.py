@@ -24,7 +24,7 @@ from xla_dtensor.compilation.watch import watch
 PACKAGE = {
     "__init__.py": """
         from somepackage import heavy
-        from somepackage.layers import Layer, Meter, Odd, remembering, scaled
+        from somepackage.layers import Layer, Meter, Odd, Trainer, remembering, scaled
         from somepackage import changing
         from somepackage.hooked import Hooked, by_name, first, on_another_object, plainly
 
@@ -140,6 +140,14 @@ PACKAGE = {
         def helper(layer, x):
             layer.last = x.sum().detach()
             return x * layer.weight + getattr(layer.config, "bi" + "as")
+        def states(optimizer): return len(optimizer.state)
+        class Trainer:
+            def __init__(self, model, optimizer, report):
+                self.model, self.optimizer, self.report = model, optimizer, report
+            def forward_backward(self, x):
+                loss = self.model(x).square().mean()
+                loss.backward()
+                return loss.detach() * (states(self.optimizer) if self.report else 1)
         class Meter:
             def __init__(self): self.total, self.count = torch.zeros(()), 0
             def update(self, x):
@@ -234,6 +242,26 @@ def test_code_that_does_not_run_is_not_followed(package: Callable[[], ModuleType
     assert compiled._last is not None
     found = compiled._last[1].watch.reached.found
     assert len(found) < 40 and not any("heavy" in one.path for one in found)
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_the_state_of_an_optimizer_that_steps_elsewhere(
+    package: Callable[[], ModuleType], report: bool
+) -> None:
+    """It comes after the first call, and matters only if the code that names it runs."""
+
+    def program(somepackage: ModuleType, device: str, compile_: Any) -> Iterator[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        trainer = somepackage.Trainer(model, optimizer, report)
+        run = compile_(trainer.forward_backward)
+        for x in batches(device):
+            yield run(x), model.weight.grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert both(package, program).traces == 1 + report
 
 
 def test_a_flag_of_a_module_that_a_function_reads(package: Callable[[], ModuleType]) -> None:

@@ -13,6 +13,7 @@ and what would depend on the value is refused.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import executor, interrupts
+from xla_dtensor.base.numbers.computation import Computation
 from xla_dtensor.base.numbers.pending_number import PendingNode, pending
 from xla_dtensor.base.numbers.printed import marked, only_printed
 from xla_dtensor.base.numbers.traced_number import NumberNode
@@ -185,10 +187,9 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     first = next((node for node in nodes if node is not None), None)
     if first is None:
         return function(*values)
-    text = text.format(
-        *(repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
-    )
-    compute = _from_inputs(function, nodes, values)
+    texts = (repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
+    text = _short(text.format(*texts))
+    compute = Computation(function, [n and n.compute for n in nodes], values)
     if any(waiting):
         return _of(pending(function, text, values, nodes, compute))
     value = function(*values)
@@ -202,24 +203,13 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
     return _of(node)
 
 
-def _from_inputs(
-    function: Callable[..., Any], nodes: list[Any], values: list[Any]
-) -> Callable[[list[Any]], Any]:
-    """``function`` of the operands, from the values of the trace's inputs."""
-    reads: list[Any] = [None if node is None else node.compute for node in nodes]
-    if len(reads) == 1:
-        (read,) = reads
-        return lambda inputs: function(read(inputs))
-    if len(reads) == 2:
-        left, right = reads
-        a, b = values
-        if right is None:
-            return lambda inputs: function(left(inputs), b)
-        if left is None:
-            return lambda inputs: function(a, right(inputs))
-    return lambda inputs: function(
-        *(v if read is None else read(inputs) for read, v in zip(reads, values, strict=True))
-    )
+def _short(text: str) -> str:
+    """A text that a loop (``t = t + dt``) doesn't make longer and longer; no two are the same."""
+    return text if len(text) <= _LONGEST else f"({text[:_SHOWN]}..., {next(_LONG_ONES)})"
+
+
+_LONGEST, _SHOWN = 1000, 100
+_LONG_ONES = itertools.count(1)
 
 
 def _operand(value: Any) -> Any:

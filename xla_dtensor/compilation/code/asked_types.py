@@ -13,6 +13,7 @@ import types
 from typing import Any, NamedTuple
 
 from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
+from xla_dtensor.compilation.code.instructions import Instruction, instructions
 
 _NUMBERS = frozenset({int, float, *NUMPY_NUMBERS})
 _UNKNOWN = object()
@@ -86,17 +87,18 @@ def _bound(function: types.FunctionType, chain: tuple[str, ...]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def types_asked(code: types.CodeType) -> TypesAsked:
     """The `TypesAsked` of ``code``."""
-    instructions = list(dis.get_instructions(code))
+    asks = "type" in code.co_names or dis.opmap["IS_OP"] in code.co_code[::2]
+    found = instructions(code) if asks else []
     passes = takes = False
     compares: set[tuple[str, ...] | None] = set()
-    for position, instruction in enumerate(instructions):
+    for position, instruction in enumerate(found):
         is_type = (
             instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"
         )
         if instruction.opname == "IS_OP":
-            compares |= _operand(instructions[:position])
-        elif is_type and not _is_asked_for(instructions, position):
-            use = _use(instructions[position:])
+            compares |= _operand(found[:position])
+        elif is_type and not _is_asked_for(found, position):
+            use = _use(found[position:])
             passes |= use == "passes"
             takes |= use in ("passes", "takes")
     for constant in code.co_consts:
@@ -107,14 +109,14 @@ def types_asked(code: types.CodeType) -> TypesAsked:
     return TypesAsked(passes, takes, frozenset(compares))
 
 
-def _is_asked_for(instructions: list[dis.Instruction], position: int) -> bool:
+def _is_asked_for(instructions: list[Instruction], position: int) -> bool:
     """Whether that ``type`` is the last argument of ``isinstance(x, type)``."""
     after = next(i.opname for i in instructions[position + 1 :] if i.opname not in _NOTHING)
     before = {i.argval for i in instructions[max(0, position - 12) : position]}
     return after.startswith("CALL") and not before.isdisjoint({"isinstance", "issubclass"})
 
 
-def _operand(before: list[dis.Instruction]) -> set[tuple[str, ...] | None]:
+def _operand(before: list[Instruction]) -> set[tuple[str, ...] | None]:
     """What the last instructions have loaded: a name, with attributes of it."""
     names: list[str] = []
     for instruction in reversed(before):
@@ -130,7 +132,7 @@ def _operand(before: list[dis.Instruction]) -> set[tuple[str, ...] | None]:
     return {None}
 
 
-def _use(instructions: list[dis.Instruction]) -> str:
+def _use(instructions: list[Instruction]) -> str:
     """What becomes of the type that ``type(...)``, which the first instruction loads, gives:
     ``"passes"`` (to a function), ``"takes"``, or nothing that matters."""
     depth = 1 + _has_null(instructions[0])
@@ -144,12 +146,12 @@ def _use(instructions: list[dis.Instruction]) -> str:
     return "takes"
 
 
-def _has_null(instruction: dis.Instruction) -> bool:
+def _has_null(instruction: Instruction) -> bool:
     """Whether it loads the NULL that is below (from Python 3.13 on: above) a function, too."""
     return instruction.opname == "LOAD_GLOBAL" and bool((instruction.arg or 0) & 1)
 
 
-def _of_result(after: list[dis.Instruction]) -> str:
+def _of_result(after: list[Instruction]) -> str:
     loaded = False
     for instruction in after:
         kind = instruction.opname

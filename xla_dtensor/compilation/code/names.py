@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.base.source_line import is_pythons
+from xla_dtensor.compilation.code.instructions import instructions
 from xla_dtensor.compilation.code.uses import (
     APPENDS,
     APPENDS_INSIDE,
@@ -145,17 +146,22 @@ CALLED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fields", "asdict", "astuple"), ("__dataclass_fields__",)),
 }
 ASKED_FOR = frozenset(name for names in CALLED_BY.values() for name in names)
+_NAMED_BY = frozenset((*_GLOBAL, *_CELL, *_STORED, *_ASSIGNED, *READ, *CALLED_BY, "IMPORT_NAME"))
+_NAMED_BY |= {"STORE_DEREF", "DELETE_DEREF"}
 
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> Names:
     """The `Names` in ``code``."""
     names = Names()
-    instructions = list(dis.get_instructions(code))
-    for position, instruction in enumerate(instructions):
+    found = instructions(code)
+    with_jumps = functools.cache(lambda: list(dis.get_instructions(code)))
+    for position, instruction in enumerate(found):
         name, kind = instruction.argval, instruction.opname
+        if kind not in _NAMED_BY:
+            continue
         # json writes plain data only.
-        of_json = name in ("dump", "dumps") and instructions[position - 1].argval == "json"
+        of_json = name in ("dump", "dumps") and found[position - 1].argval == "json"
         if kind in _GLOBAL:
             names.globals.add(name)
         elif kind in _STORED:
@@ -169,12 +175,12 @@ def names_of(code: types.CodeType) -> Names:
         elif kind in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
             names.uses.add((name, OTHERWISE))
         if kind in _GLOBAL or kind in READ or kind in _CELL:
-            names.uses.add((name, use_of(instructions, position)))
+            names.uses.add((name, use_of(found, position)))
         names.attributes.update(CALLED_BY.get(kind, ()))
         if kind not in _GLOBAL and kind not in READ:
             continue
         # The builtin `eval` and `sys.modules` are meant, not `model.eval()` or `model.modules()`.
-        of_sys = instructions[position - 1].argval == "sys"
+        of_sys = found[position - 1].argval == "sys"
         if name in _ALL and code.co_name not in _PASS_ON:
             names.any_attribute = True
         if of_json:
@@ -183,13 +189,13 @@ def names_of(code: types.CodeType) -> Names:
             continue
         names.attributes.update(CALLED_BY.get(name, ()))
         if name in MADE_UP and not names.any_attribute:
-            names.any_attribute = name not in _NAMED or not _has_constant(instructions, position)
+            names.any_attribute = name not in _NAMED or not _has_constant(with_jumps(), position)
         if name in MODULES:
-            module = _constant_behind(instructions, position)
+            module = _constant_behind(with_jumps(), position)
             names.any_module |= module is None
             names.modules |= {module} if module is not None else set()
         if name in _ANY_GLOBAL:
-            known = _constant_behind(instructions, position) if name in TABLES else None
+            known = _constant_behind(with_jumps(), position) if name in TABLES else None
             names.any_global |= known is None
             names.globals |= {known} if known is not None else set()
             names.stored |= {known} if known is not None else set()
@@ -198,7 +204,7 @@ def names_of(code: types.CodeType) -> Names:
     # Whether a text in it may be an attribute's name: ``getattr(x, "scale")``, ``case X(scale=s)``.
     names_attributes = any(
         i.opname == "MATCH_CLASS" or (i.opname.startswith("LOAD_") and i.argval in MADE_UP)
-        for i in instructions
+        for i in found
     )
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

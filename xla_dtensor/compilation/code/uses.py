@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 
+from xla_dtensor.compilation.code.instructions import Instruction
+
 # What gives an object's attributes without naming them; the list of a bound method.
 UNNAMED = frozenset({"deepcopy", "dump", "dumps", "Pickler", "save", "replace"})
 UNNAMED |= {"fields", "asdict", "astuple", "__self__", "cell_contents", "__match_args__"}
@@ -12,7 +14,7 @@ READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _APPENDS = ("append", "extend")
 
 
-def use_of(instructions: list[dis.Instruction], position: int) -> str:
+def use_of(instructions: list[Instruction], position: int) -> str:
     """What is done with what the instruction at ``position`` loads."""
     above = 0  # how many entries of Python's stack are above it: a key
     for at in range(position + 1, len(instructions)):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from xla_dtensor.base.torch_private import (
     CustomOpDef,
+    HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
     custom_op_definitions,
@@ -39,7 +40,7 @@ from xla_dtensor.compilation.watch.python_objects import of_dict
 from xla_dtensor.compilation.watch.walk import Followed, Walk
 from xla_dtensor.tensors.attributes import OWN_ATTRIBUTES
 
-OPERATORS = (OpOverload, OpOverloadPacket, CustomOpDef)
+OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator, CustomOpDef)
 _HOOK_FLAGS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks_with_kwargs",
@@ -250,7 +251,10 @@ def _state(walk: Walk, state: dict[Any, Any], path: str, carried: set[tuple[int,
 
 
 def of_read_state(walk: Walk, read: ReadState, path: str) -> None:
-    """The state of an optimizer that doesn't step, which the step's code names."""
+    """The state of an optimizer that doesn't step, if the step's code names it: the walk that put it
+    among the roots was of all code that might run."""
+    if "state" not in walk.names.attributes:
+        return
     walk.place(Slots(read.optimizer, ("state",), path))
     walk.follow(read.optimizer.state, f"{path}.state")
 

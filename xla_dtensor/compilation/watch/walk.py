@@ -31,6 +31,9 @@ from xla_dtensor.compilation.watch.reached import Reached
 _APPENDED, _OF_LISTS = (list, deque), (dict, defaultdict, OrderedDict)
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _MANY_MODULES = 50
+_DEEPEST = 40
+"""How many objects one inside of the other are followed in one go. Each takes up to seven of
+Python's frames, of which there are 1000, and a linked list may have any length."""
 
 
 class Walk:
@@ -77,6 +80,8 @@ class Walk:
         self.asks_for_absent = names.calls("getattr", "hasattr")
         self._any_module = self.by_chance = False
         self._last: list[tuple[Any, str]] = []
+        self._depth = 0
+        self._deeper: deque[tuple[Follower, Any, str]] = deque()
         self._seen: dict[int, tuple[Any, str]] = {}
         self._by_class: dict[tuple[type, Any], Followed] = {}
         self._is_strict: Callable[[type], bool] = functools.cache(is_strict)
@@ -104,9 +109,22 @@ class Walk:
             if noted is not None:
                 self.reached.note_kind(path, noted, value)
             if follower is not None:
-                follower(self, value, path)
+                self._go_on(follower, value, path)
         elif not strict:
             self.reached.note(path, "same as", seen[1])
+
+    def _go_on(self, follower: Follower, value: Any, path: str) -> None:
+        if self._depth == _DEEPEST:
+            self._deeper.append((follower, value, path))
+            return
+        self._depth += 1
+        try:
+            follower(self, value, path)
+            while self._depth == 1 and self._deeper:
+                later, value, path = self._deeper.popleft()
+                later(self, value, path)
+        finally:
+            self._depth -= 1
 
     def follow_last(self, value: Any, path: str) -> None:
         """Go on with what only a name that the code makes up leads to: what is in a Python module,
