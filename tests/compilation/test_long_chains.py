@@ -81,8 +81,8 @@ def test_wrappers_around_wrappers(depth: int) -> None:
 
 
 def test_caches_of_torchs_operators_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy of selective checkpointing names operators. torch keeps in them what it has looked up
-    so far."""
+    """A policy of selective checkpointing names operators, in which torch keeps what it has looked
+    up so far."""
     saved = {torch.ops.aten.mm.default, flex_attention}
     name = "sc" + "ale"
 

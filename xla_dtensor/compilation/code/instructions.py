@@ -54,7 +54,9 @@ _OPCODES = [
 ]
 _CACHE = dis.opmap["CACHE"]
 _ELEMENT = next(
-    (i.opcode, i.arg) for i in dis.get_instructions("x[y]") if i.opname.startswith("BINARY_")
+    (i.opcode, i.arg)
+    for i in dis.get_instructions(compile("x[y]", "", "eval"))
+    if i.opname.startswith("BINARY_")
 )
 
 

@@ -251,8 +251,8 @@ def _state(walk: Walk, state: dict[Any, Any], path: str, carried: set[tuple[int,
 
 
 def of_read_state(walk: Walk, read: ReadState, path: str) -> None:
-    """The state of an optimizer that doesn't step, if the step's code names it: the walk that put it
-    among the roots was of all code that might run."""
+    """The state of an optimizer that doesn't step, if the step's code names it: it became a root by
+    names of all code that might have run."""
     if "state" not in walk.names.attributes:
         return
     walk.place(Slots(read.optimizer, ("state",), path))
