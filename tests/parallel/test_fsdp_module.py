@@ -267,6 +267,32 @@ def test_a_step_that_sets_it_is_one_program(mesh8: DeviceMesh, named: bool) -> N
     assert {s.reshard_after_forward for s in states_of(model)} == {True}
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_that_fails_after_unshard(mesh8: DeviceMesh, compiled: bool) -> None:
+    """A trace that fails is taken back: modules hold their shards, and the next forward gathers."""
+    model, expected = shard_blocks(reference(), mesh=mesh8), reference()
+    fails, seen = [True], list[type]()
+
+    def step(x: torch.Tensor) -> None:
+        model.unshard()
+        if fails:
+            raise ConnectionError("down for a moment")
+        seen.append(type(model.out.weight))
+        loss_of(model(x)).backward()
+
+    run = xd.compile(step) if compiled else step
+    x = per_device(batches(8), mesh8, ["dp"])
+    with pytest.raises(ConnectionError):
+        run(x)
+    if compiled:
+        assert isinstance(model.out.weight, xd.XLAShardedTensor)
+    fails.clear()
+    run(x)
+    averaged_gradients(expected, batches(8))
+    check_gradients(model, expected)
+    assert set(seen) == {xd.XLATensor}
+
+
 def test_modified_between_forward_and_backward(mesh8: DeviceMesh) -> None:
     model = xd.fully_shard(reference(), mesh=mesh8, reshard_after_forward=True)
     loss = loss_of(model(per_device(batches(8), mesh8, ["dp"])))

@@ -28,6 +28,7 @@ def annotation(spmd: Any, parameter: Any, parallel: Any) -> Annotation | None:
         ValueError: as torch: an axis that has no type, or a data-parallel one along which the
             parameter isn't replicated.
     """
+    from spmd_types._state import _current_mode
     from spmd_types.runtime import get_partition_spec, has_local_type
     from spmd_types.types import partition_spec_to_shard_types
 
@@ -66,7 +67,7 @@ def annotation(spmd: Any, parameter: Any, parallel: Any) -> Annotation | None:
     computed = {axis: given.get(axis, spmd.R) for axis in _computed_axes(spmd, given, axes)}
 
     def restore(tensor: torch.Tensor) -> None:
-        if spmd.is_type_checking():
+        if _current_mode() is not None:  # paused, too: it may be used when it no longer is
             spmd.assert_type(tensor, computed, partition_spec=spec)
 
     return Annotation(

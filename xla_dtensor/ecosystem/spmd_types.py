@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from xla_dtensor.errors import UnsupportedOpError
+from xla_dtensor.integration.patching import callers
 from xla_dtensor.integration.patching.on_import import on_import
 from xla_dtensor.integration.patching.take_over import take_over
 
@@ -28,6 +29,7 @@ def install() -> None:
     on_import("spmd_types._mesh", _hook_mesh)
     on_import("spmd_types._local", _hook_local)
     on_import("spmd_types", _hook_parameters)
+    on_import("spmd_types", _hook_types_of_ranks)
 
 
 def _is_group(value: Any) -> bool:
@@ -148,6 +150,18 @@ def _hook_local(module: Any) -> None:
 
     take_over(module._get_local_tensor_mode, mode_of)
     take_over(module._build_rank_to_group_local, ranks_in)
+
+
+def _hook_types_of_ranks(module: Any) -> None:
+    """``get_rank(group)`` is a number to `spmd_types`, which needs no type; a tensor does."""
+
+    def give_type(rank: torch.Tensor, group: Any) -> None:
+        if not module.is_type_checking() or (mesh := module.current_mesh()) is None:
+            return
+        own = module.MeshAxis.of(group)
+        module.assert_type(rank, {axis: module.V if axis == own else module.R for axis in mesh})
+
+    callers.told.append(give_type)
 
 
 # --- parameters under fully_shard ----------------------------------------------------------------

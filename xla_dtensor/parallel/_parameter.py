@@ -51,7 +51,6 @@ class ManagedParameter:
         layout: the mesh and placements of the ``DTensor`` that modules compute with; None for a
             plain tensor.
         accumulated: gradients that aren't reduced yet.
-        whole: the tensor that is in place of the parameter, or None.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ManagedParameter:
                 f"tensor for parameter '{locations[0].name}'."
             )
         self.accumulated = Accumulated(parameter.shape)
-        self.whole: Any = None
+        self._whole: Any = None
         self._alive: Any = lambda: None
         self._again: tuple[Any, Storage] | None = None
         self._sharded = parallel.shard_dim is not None
@@ -138,6 +137,15 @@ class ManagedParameter:
 
     # --- the whole parameter -----------------------------------------------------------------
 
+    @property
+    def whole(self) -> Any:
+        """The tensor that is in place of the parameter, or None. (When a step fails while it is
+        traced, modules get back what they held.)"""
+        whole = self._whole
+        if whole is None or any(location.get() is whole for location in self.locations):
+            return whole
+        return None
+
     def swap_in(self, global_view: bool) -> None:
         """Put the whole tensor in the modules, connected to the parameter by autograd."""
         if self.whole is None:
@@ -163,11 +171,11 @@ class ManagedParameter:
 
     def swap_out(self) -> None:
         """Put the parameter back."""
-        if self.whole is not None:
+        if self._whole is not None:
             for location in self.locations:
-                if location.get() is self.whole:
+                if location.get() is self._whole:
                     location.put(self._parameter)
-            self.whole = None
+            self._whole = None
 
     def _put(self, tensor: torch.Tensor) -> None:
         if self._annotation is not None:
@@ -177,7 +185,7 @@ class ManagedParameter:
         make_parameter(tensor)
         for location in self.locations:
             location.put(tensor)
-        self.whole = tensor
+        self._whole = tensor
 
     def form(self, sharded: Form, global_view: bool) -> Form:
         """The form of the whole tensor.

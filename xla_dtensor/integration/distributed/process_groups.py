@@ -304,7 +304,10 @@ def _rank(given: _Arguments, group: Any) -> Any:
     if not world and len(group.own_ranks()) != 1 and callers.asks_about_devices(4):
         from xla_dtensor.movement.collectives import index_in
 
-        return index_in(group)
+        rank = index_in(group)
+        for tell in callers.told:
+            tell(rank, group)
+        return rank
     return group.rank()  # raises where it differs
 
 

@@ -7,6 +7,8 @@ the same; here one process drives many devices, and what is meant shows from who
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 # Asks whether there are other processes, to share work with them: workers of a DataLoader, files of
 # a checkpoint, records of a log. There are none, or JAX's own way is taken.
@@ -25,6 +27,9 @@ _ABOUT_ITSELF: tuple[str, ...] = ()
 
 # Asks for its rank in a group to compute with it, by tensor operations alone: a tensor serves.
 _ABOUT_DEVICES: tuple[str, ...] = ()
+
+told: list[Callable[[Any, Any], None]] = []
+"""Called with each rank that is a tensor, and its group."""
 
 
 def rank_means_process(*modules: str) -> None:
