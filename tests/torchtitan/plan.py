@@ -27,6 +27,7 @@ class Plan:
         attention: "sdpa" or "flex"; this one sees documents packed in a row.
         sequence: tokens in a row.
         balancer: how context parallelism deals them out, ``context_parallel_load_balancer``.
+        checked: whether ``spmd_types`` checks types while it runs, ``debug.spmd_typechecking``.
     """
 
     dp_replicate: int = 1
@@ -43,6 +44,7 @@ class Plan:
     attention: str = "sdpa"
     sequence: int = 64
     balancer: str | None = None
+    checked: bool = False
 
     @property
     def ranks(self) -> int:

@@ -42,6 +42,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "pp2 x dp2": {"pp": 2, "dp_shard": 2, "micro_batches": 2},
     "pp2 x dp2 x tp2": {"pp": 2, "dp_shard": 2, "tp": 2, "micro_batches": 2},
 }
+for _name in ("dp2 x tp2, chunked loss", "dp2 x cp2"):
+    DENSE[f"{_name}, checked"] = {**DENSE[_name], "checked": True}
 DENSE = {name: {**about, **FLEX} for name, about in DENSE.items()}
 SOME = {name: DENSE[name] for name in ("dp4", "tp4", "dp2 x tp2", "dp2 x cp2")}
 
@@ -53,6 +55,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "dp4, ep2": {"dp_shard": 4, "ep": 2, **SHORT},
     "dp2 x tp2, ep2": {"dp_shard": 2, "tp": 2, "ep": 2, **SHORT},
     "dp2 x tp2, ep4": {"dp_shard": 2, "tp": 2, "ep": 4, **SHORT},
+    "dp2 x tp2, ep4, checked": {"dp_shard": 2, "tp": 2, "ep": 4, "checked": True, **SHORT},
 }
 # With what else torchtitan's own integration tests run these models: each has some of it.
 CP = {"cp": 2, "sequence": 256, **FLEX}
@@ -104,6 +107,7 @@ class _Release(Release):
         ("llama3", "dp2 x tp2, chunked loss", "eager"),
         ("llama3", "dp2 x tp2", "compiled"),
         ("llama3", "dp2 x cp2", "eager"),
+        ("llama3", "dp2 x tp2, chunked loss, checked", "eager"),
         ("deepseek_v3", "dp4, ep2", "compiled"),
         ("gpt_oss", "dp2 x tp2, ep4", "eager"),
     }
@@ -122,7 +126,7 @@ class _Release(Release):
     def context(self, plan: Plan, dims: ParallelDims) -> Any:
         if plan.devices == 1:
             return contextlib.nullcontext
-        return dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)
+        return dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=plan.checked)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten()
