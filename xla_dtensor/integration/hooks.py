@@ -47,7 +47,7 @@ from xla_dtensor.integration.operators import (
 from xla_dtensor.integration.optimizers import grad_scaler, optimizer_steps
 from xla_dtensor.integration.optimizers import loading as optimizer_loading
 from xla_dtensor.integration.patching.on_import import on_import
-from xla_dtensor.integration.patching.take_over import take_over
+from xla_dtensor.integration.patching.take_over import hide_builtin, take_over
 from xla_dtensor.runtime.jax_runtime import keep_quiet
 from xla_dtensor.tensors import backend
 
@@ -178,9 +178,7 @@ def _hook_swapping() -> None:
 def _hook_clipping() -> None:
     """``clip_grad_norm_`` and its siblings make a float of their limit, which in a compiled step
     may be an input."""
-    clip_grad: Any = torch.nn.utils.clip_grad
-    # A global of that module, which hides the builtin there and nowhere else.
-    clip_grad.float = as_float
+    hide_builtin(torch.nn.utils.clip_grad, "float", as_float)
 
 
 @functools.cache

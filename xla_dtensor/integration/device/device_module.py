@@ -110,7 +110,8 @@ def _of_device(function: Callable[[], Any]) -> Callable[..., Any]:
 def _set_device(device: Any) -> None:
     if isinstance(device, int):
         device = f"xla:{device}" if device > 0 else "xla"  # a negative one: as it is
-    if device is not None:
+    # `torch.compile` asks, of code for other devices: nothing is imported for it.
+    if device is not None and torch.device(device).index:
         from xla_dtensor.dispatch import refuse_other_device
 
         refuse_other_device("torch.xla", torch.device(device))

@@ -6,11 +6,10 @@ without process groups. Checked on torch 2.13.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from xla_dtensor.base import torch_private
-from xla_dtensor.integration.patching.take_over import take_over
+from xla_dtensor.integration.patching.take_over import seen_through, take_over
 
 
 def install() -> None:
@@ -28,13 +27,12 @@ def install() -> None:
         found = resolve_group(group)
         return size(group) if found is None else found.size()
 
-    torch_private.replace("group_size_by_name", group_size)
+    torch_private.replace("group_size_by_name", seen_through(group_size, size))
     group_name = torch_private.find("process_group_name")
     if group_name is not None:
         take_over(group_name, _name)
     permute = collectives.permute_tensor
 
-    @functools.wraps(permute)
     def permute_tensor(self: Any, src_dst: list[int], group: Any, tag: str = "") -> Any:
         found = resolve_group(group)
         if found is None:
@@ -43,7 +41,7 @@ def install() -> None:
 
         return xla_permute(self, found, src_dst)
 
-    collectives.permute_tensor = permute_tensor
+    collectives.permute_tensor = seen_through(permute_tensor, permute)
 
 
 def _name(original: Any, args: Any, kwargs: Any) -> Any:
@@ -53,9 +51,8 @@ def _name(original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _first(ours: Any, original: Any) -> Any:
-    @functools.wraps(original)
     def resolve(group: Any, tag: str = "") -> Any:
         found = ours(group)
         return original(group, tag) if found is None else found
 
-    return resolve
+    return seen_through(resolve, original)

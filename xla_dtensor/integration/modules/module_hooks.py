@@ -23,6 +23,7 @@ from xla_dtensor.base import torch_private
 from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private.attributes import parameters_of
 from xla_dtensor.integration.modules import lazy as lazy_modules
+from xla_dtensor.integration.patching.take_over import seen_through
 
 
 class _Moved(threading.local):
@@ -83,7 +84,7 @@ def _but_ours(is_wrapper: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def wraps_others(tensor: Any) -> bool:
         return is_wrapper(tensor) and not is_ours(tensor)
 
-    return wraps_others
+    return seen_through(wraps_others, is_wrapper)
 
 
 def _same(parameter: nn.Parameter, moved: nn.Parameter) -> nn.Parameter:

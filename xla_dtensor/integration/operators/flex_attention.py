@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from xla_dtensor.base import torch_private
 from xla_dtensor.base.torch_private import DispatchKey, flex_attention
-from xla_dtensor.integration.patching.take_over import take_over
+from xla_dtensor.integration.patching.take_over import seen_through, take_over
 
 _FLAG = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 _WHOLE = 1 << 30  # the block size of a mask that torch makes where none is given
@@ -44,7 +44,9 @@ def install() -> None:
         _register_classes()
         return None
 
-    torch_private.replace("validate_device_of_flex_attention", validate_device)
+    torch_private.replace(
+        "validate_device_of_flex_attention", seen_through(validate_device, original)
+    )
     options = torch_private.options_of_flex_attention
     bind = inspect.signature(options).bind
 
@@ -58,7 +60,7 @@ def install() -> None:
             )
         return found
 
-    torch_private.replace("options_of_flex_attention", kernel_options)
+    torch_private.replace("options_of_flex_attention", seen_through(kernel_options, options))
     flex_attention.py_impl(DispatchKey.AutogradPrivateUse1)(_attend)
     flex_attention.py_impl(DispatchKey.AutocastPrivateUse1)(_attend_in_lower_precision)
     take_over(torch.compile, _compile)

@@ -27,6 +27,7 @@ from xla_dtensor.base.numbers.number_functions import larger, smaller
 from xla_dtensor.base.ours import is_ours
 from xla_dtensor.base.torch_private import OPTIMIZER_FUNCTIONS, set_version_counter
 from xla_dtensor.base.torch_private.attributes import set_scripted_as
+from xla_dtensor.integration.patching.take_over import hide_builtin, seen_through
 from xla_dtensor.runtime import abstract
 
 _SGDS = ("_single_tensor_sgd", "_multi_tensor_sgd", "_fused_sgd")
@@ -49,11 +50,13 @@ def install() -> None:
             setattr(module, name, _updating(function, of_lists))
         if module_name == "_adafactor":
             # Its formula asks Python for the larger of two numbers, which in a trace have none.
-            vars(module).update(min=smaller, max=larger)
+            hide_builtin(module, "min", smaller)
+            hide_builtin(module, "max", larger)
     original = Optimizer.profile_hook_step
 
     def profile_hook_step(function: Callable[..., Any]) -> Callable[..., Any]:
-        return _whole(original(_between_hooks(function)))
+        step = _whole(original(_between_hooks(function)))
+        return seen_through(step, original(function))
 
     # torch wraps a class's step when its first object is made.
     Optimizer.profile_hook_step = staticmethod(profile_hook_step)
@@ -214,7 +217,6 @@ def _updating(function: Callable[..., None], of_lists: bool) -> Callable[..., No
     """A function that computes an update, as a part of the step under way; one that takes tensors
     one by one writes as it goes, as on the CPU."""
 
-    @functools.wraps(function)
     def update(params: Any, *args: Any, **kwargs: Any) -> None:
         if executor.trace() is not None:  # one program already
             _traced(function, params, *args, **kwargs)
@@ -240,6 +242,7 @@ def _updating(function: Callable[..., None], of_lists: bool) -> Callable[..., No
                 _begin(function, some, *some_args, **some_kwargs)
                 function(some, *some_args, **some_kwargs)
 
+    update = seen_through(update, function)
     set_scripted_as(update, function)  # torch.distributed.optim is scripted when it is imported
     return update
 

@@ -2,20 +2,26 @@
 
 Replacing a name in torch's modules reaches nobody who has imported it already (``from
 torch.distributed.fsdp import fully_shard`` above ``import xla_dtensor``). So the function object
-stays, and gets other code.
+stays, and gets other code. ``torch.compile``, of code for other devices, sees the function that was
+there: it doesn't trace this package's, and would break its graph.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Is given torch's function and the arguments of a call, and returns its result."""
 
-_ARGUMENT = "__xla_dtensor_handler"
+_ARGUMENT, _ORIGINAL, _COMPILES = (
+    f"__xla_dtensor_{name}" for name in ("handler", "original", "compiles")
+)
 
 
 def take_over(function: Any, handler: Handler) -> None:
@@ -42,25 +48,53 @@ def take_over(function: Any, handler: Handler) -> None:
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return handler(original, args, kwargs)
 
-    code = _code(function.__name__, function.__code__.co_freevars)
-    function.__code__, function.__defaults__ = code, None
-    function.__kwdefaults__ = {_ARGUMENT: call}
+    function.__code__, function.__defaults__ = _code(original), None
+    function.__kwdefaults__ = _defaults(original, call)
 
 
-def _code(name: str, free: tuple[str, ...]) -> types.CodeType:
+def seen_through(mine: Callable[..., Any], original: Any) -> Any:
+    """What to put in the place of ``original``, a function written in Python: a function that calls
+    ``mine``, with the name and the documentation of ``original``."""
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return mine(*args, **kwargs)
+
+    code, cells = _code(original), original.__closure__
+    function = types.FunctionType(code, original.__globals__, closure=cells)
+    function.__kwdefaults__ = _defaults(original, call)
+    return functools.update_wrapper(function, original)
+
+
+def hide_builtin(module: types.ModuleType, name: str, mine: Callable[..., Any]) -> None:
+    """Let a Python module, and no other, find ``mine`` under the name of a builtin function."""
+    namespace: dict[str, Any] = {}
+    source = f"def {name}_of_python(*args, **kwargs): return {name}(*args, **kwargs)"
+    exec(compile(source, module.__file__ or "", "exec"), namespace)
+    setattr(module, name, seen_through(mine, namespace[f"{name}_of_python"]))
+
+
+def _defaults(original: Any, call: Callable[..., Any]) -> dict[str, Any]:
+    compiles = torch.compiler.is_dynamo_compiling
+    return {_ARGUMENT: call, _ORIGINAL: original, _COMPILES: compiles}
+
+
+def _code(original: Any) -> types.CodeType:
     """Code that hands a call on. Python wants it to close over as many variables as what it
-    replaces does; it needs none of them."""
+    replaces does; it needs none of them. It says to be of the same file: ``torch.compile`` looks
+    there whether it may trace it."""
+    replaced = original.__code__
+    free = replaced.co_freevars
     cells = "".join(f"{variable}, " for variable in free)
     source = (
         f"def make({cells}):\n"
-        f"    def function(*args, {_ARGUMENT}, **kwargs):\n"
+        f"    def function(*args, {_ARGUMENT}, {_ORIGINAL}, {_COMPILES}, **kwargs):\n"
         f"        if False: ({cells})\n"
+        f"        if {_COMPILES}(): return {_ORIGINAL}(*args, **kwargs)\n"
         f"        return {_ARGUMENT}(args, kwargs)\n"
         "    return function\n"
     )
     namespace: dict[str, Any] = {}
-    # Tracebacks show these lines.
-    above = "\n" * (_code.__code__.co_firstlineno + 4)
-    exec(compile(above + source, __file__, "exec"), namespace)
-    arguments = [None] * len(free)
-    return namespace["make"](*arguments).__code__.replace(co_name=name)
+    exec(compile(source, replaced.co_filename, "exec"), namespace)
+    code = namespace["make"](*[None] * len(free)).__code__
+    first = replaced.co_firstlineno
+    return code.replace(co_name=replaced.co_name, co_firstlineno=first)
