@@ -1,4 +1,4 @@
-"""``torch.compile`` of code for other devices: with this package loaded its graphs are whole, too."""
+"""``torch.compile`` of code for other devices: with this package loaded its graphs stay whole."""
 
 from __future__ import annotations
 

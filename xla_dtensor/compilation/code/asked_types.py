@@ -13,7 +13,7 @@ import types
 from typing import Any, NamedTuple
 
 from xla_dtensor.base.numbers.python_numbers import NUMPY_NUMBERS
-from xla_dtensor.compilation.code.instructions import Instruction, instructions
+from xla_dtensor.compilation.code.instructions import NamedInstruction, instructions
 
 _NUMBERS = frozenset({int, float, *NUMPY_NUMBERS})
 _UNKNOWN = object()
@@ -109,14 +109,14 @@ def types_asked(code: types.CodeType) -> TypesAsked:
     return TypesAsked(passes, takes, frozenset(compares))
 
 
-def _is_asked_for(instructions: list[Instruction], position: int) -> bool:
+def _is_asked_for(instructions: list[NamedInstruction], position: int) -> bool:
     """Whether that ``type`` is the last argument of ``isinstance(x, type)``."""
     after = next(i.opname for i in instructions[position + 1 :] if i.opname not in _NOTHING)
     before = {i.argval for i in instructions[max(0, position - 12) : position]}
     return after.startswith("CALL") and not before.isdisjoint({"isinstance", "issubclass"})
 
 
-def _operand(before: list[Instruction]) -> set[tuple[str, ...] | None]:
+def _operand(before: list[NamedInstruction]) -> set[tuple[str, ...] | None]:
     """What the last instructions have loaded: a name, with attributes of it."""
     names: list[str] = []
     for instruction in reversed(before):
@@ -132,7 +132,7 @@ def _operand(before: list[Instruction]) -> set[tuple[str, ...] | None]:
     return {None}
 
 
-def _use(instructions: list[Instruction]) -> str:
+def _use(instructions: list[NamedInstruction]) -> str:
     """What becomes of the type that ``type(...)``, which the first instruction loads, gives:
     ``"passes"`` (to a function), ``"takes"``, or nothing that matters."""
     depth = 1 + _has_null(instructions[0])
@@ -146,12 +146,12 @@ def _use(instructions: list[Instruction]) -> str:
     return "takes"
 
 
-def _has_null(instruction: Instruction) -> bool:
+def _has_null(instruction: NamedInstruction) -> bool:
     """Whether it loads the NULL that is below (from Python 3.13 on: above) a function, too."""
     return instruction.opname == "LOAD_GLOBAL" and bool((instruction.arg or 0) & 1)
 
 
-def _of_result(after: list[Instruction]) -> str:
+def _of_result(after: list[NamedInstruction]) -> str:
     loaded = False
     for instruction in after:
         kind = instruction.opname

@@ -12,7 +12,7 @@ import types
 from typing import Any, NamedTuple
 
 
-class Instruction(NamedTuple):
+class NamedInstruction(NamedTuple):
     """One instruction.
 
     Attributes:
@@ -60,7 +60,7 @@ _ELEMENT = next(
 )
 
 
-def instructions(code: types.CodeType) -> list[Instruction]:
+def instructions(code: types.CodeType) -> list[NamedInstruction]:
     """Those of ``code``, without inline caches, and without those of functions inside of it.
 
     Example::
@@ -72,7 +72,7 @@ def instructions(code: types.CodeType) -> list[Instruction]:
     cells = [name for name in code.co_cellvars if name not in code.co_varnames]
     variables = (*code.co_varnames, *cells, *code.co_freevars)
     tables: tuple[Any, ...] = ((), code.co_names, code.co_consts, variables)
-    found: list[Instruction] = []
+    found: list[NamedInstruction] = []
     raw, higher = code.co_code, 0
     for byte, low in zip(raw[::2], raw[1::2], strict=True):
         if byte == _CACHE:
@@ -81,7 +81,7 @@ def instructions(code: types.CodeType) -> list[Instruction]:
         number = low | higher
         higher = number << 8 if byte == dis.EXTENDED_ARG else 0
         found.append(
-            Instruction(
+            NamedInstruction(
                 name,
                 opcode,
                 number if takes else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 
-from xla_dtensor.compilation.code.instructions import Instruction
+from xla_dtensor.compilation.code.instructions import NamedInstruction
 
 # What gives an object's attributes without naming them; the list of a bound method.
 UNNAMED = frozenset({"deepcopy", "dump", "dumps", "Pickler", "save", "replace"})
@@ -14,7 +14,7 @@ READ = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _APPENDS = ("append", "extend")
 
 
-def use_of(instructions: list[Instruction], position: int) -> str:
+def use_of(instructions: list[NamedInstruction], position: int) -> str:
     """What is done with what the instruction at ``position`` loads."""
     above = 0  # how many entries of Python's stack are above it: a key
     for at in range(position + 1, len(instructions)):
