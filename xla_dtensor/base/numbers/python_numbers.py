@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from xla_dtensor.base import executor, interrupts
-from xla_dtensor.base.numbers.computed_number import ComputedNumber
+from xla_dtensor.base.numbers.function_of_inputs import FunctionOfInputs
 from xla_dtensor.base.numbers.pending_number import PendingNode, pending
 from xla_dtensor.base.numbers.printed import marked, only_printed
 from xla_dtensor.base.numbers.traced_number import NumberNode
@@ -189,7 +189,7 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
         return function(*values)
     texts = (repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
     text = _short(text.format(*texts))
-    compute = ComputedNumber(function, [n and n.compute for n in nodes], values)
+    compute = FunctionOfInputs(function, [n and n.compute for n in nodes], values)
     if any(waiting):
         return _of(pending(function, text, values, nodes, compute))
     value = function(*values)

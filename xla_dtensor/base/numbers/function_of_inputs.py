@@ -8,7 +8,7 @@ from typing import Any
 _NO_INPUTS: Any = object()
 
 
-class ComputedNumber:
+class FunctionOfInputs:
     """``function`` of some numbers, as a function of the values of the trace's inputs.
 
     A loop makes chains of them (``t = t + dt``). Each is computed once for a list of inputs, though
@@ -21,7 +21,7 @@ class ComputedNumber:
 
     Example::
 
-        t = ComputedNumber(operator.add, [operator.itemgetter(0), None], [None, 2.0])
+        t = FunctionOfInputs(operator.add, [operator.itemgetter(0), None], [None, 2.0])
         assert t([3.0]) == 5.0
     """
 
@@ -32,7 +32,7 @@ class ComputedNumber:
         constants: Sequence[Any],
     ) -> None:
         self._function, self._operands = function, list(zip(reads, constants, strict=True))
-        self._before = [read for read in reads if isinstance(read, ComputedNumber)]
+        self._before = [read for read in reads if isinstance(read, FunctionOfInputs)]
         self._last = _NO_INPUTS, None
 
     def __call__(self, inputs: list[Any]) -> Any:
