@@ -80,17 +80,16 @@ def _defaults(original: Any, call: Callable[..., Any]) -> dict[str, Any]:
 
 def _code(original: Any) -> types.CodeType:
     """Code that hands a call on. Python wants it to close over as many variables as what it
-    replaces does; it needs none of them. It says to be of the same file: ``torch.compile`` looks
-    there whether it may trace it."""
+    replaces does; it needs none of them. It says to be of the same file, in the same line:
+    ``torch.compile`` looks there whether it may trace it, and tracebacks show what was called."""
     replaced = original.__code__
     free = replaced.co_freevars
     cells = "".join(f"{variable}, " for variable in free)
     source = (
         f"def make({cells}):\n"
-        f"    def function(*args, {_ARGUMENT}, {_ORIGINAL}, {_COMPILES}, **kwargs):\n"
-        f"        if False: ({cells})\n"
-        f"        if {_COMPILES}(): return {_ORIGINAL}(*args, **kwargs)\n"
-        f"        return {_ARGUMENT}(args, kwargs)\n"
+        f"    def function(*args, {_ARGUMENT}, {_ORIGINAL}, {_COMPILES}, **kwargs): return "
+        f"({_ORIGINAL}(*args, **kwargs) if {_COMPILES}() else {_ARGUMENT}(args, kwargs)) "
+        f"if True else ({cells})\n"
         "    return function\n"
     )
     namespace: dict[str, Any] = {}
