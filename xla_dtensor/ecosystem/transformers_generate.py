@@ -83,6 +83,7 @@ class Generation:
     Attributes:
         prefill, decode: the steps.
         refused: why they can't be compiled, if a call that hasn't asked for them has found it out.
+        size: how many tokens the largest cache that was asked for has room for.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Generation:
         self.prefill = compile(_prefill, watch="trace")
         self.decode = compile(_decode, watch="trace")
         self.refused: str | None = None
+        self.size = 0
 
     def __reduce__(self) -> Any:
         return Generation, ()
@@ -121,8 +123,8 @@ def _generated(
     asked = generation_config.cache_implementation is not None
     longest = stopping_criteria.max_length
     if asked:
-        known = getattr(model, "_previous_max_cache_length", 0), generation_config.max_cache_len
-        size = _rounded(max(longest, *(1 + (length or 0) for length in known)))
+        size = _rounded(max(longest, generation_config.max_cache_len or 0))
+        size = steps.size = max(size, steps.size)  # a shorter call has the same programs
     else:
         size = _rounded(min(longest, input_ids.shape[1] + AT_FIRST))
     eos = [c.eos_token_id for c in stopping_criteria if hasattr(c, "eos_token_id")]
