@@ -30,7 +30,6 @@ def install() -> None:
     on_import("spmd_types._local", _hook_local)
     on_import("spmd_types", _hook_parameters)
     on_import("spmd_types", _hook_types_of_ranks)
-    on_import("spmd_types._backward_hooks", _hook_backward_hooks)
 
 
 def _is_group(value: Any) -> bool:
@@ -163,20 +162,6 @@ def _hook_types_of_ranks(module: Any) -> None:
         module.assert_type(rank, {axis: module.V if axis == own else module.R for axis in mesh})
 
     callers.told.append(give_type)
-
-
-def _hook_backward_hooks(module: Any) -> None:
-    """Checking puts a method into a class of torch's, made anew each time it begins. The first one
-    stays: a step in which checking begins would find another one in each call."""
-
-    def install(original: Any, args: Any, kwargs: Any) -> None:
-        cls = module.BackwardHookFunction
-        before = vars(cls).get("typecheck_forward")
-        original(*args, **kwargs)
-        if before is not None:
-            cls.typecheck_forward = before
-
-    take_over(module.install, install)
 
 
 # --- parameters under fully_shard ----------------------------------------------------------------

@@ -37,14 +37,16 @@ class FunctionOfInputs:
 
     def __call__(self, inputs: list[Any]) -> Any:
         waiting = [self]
-        while waiting:
+        while True:
             one = waiting[-1]
-            missing = [each for each in one._before if each._last[0] is not inputs]
-            if missing and one._last[0] is not inputs:
-                waiting += missing
-                continue
-            waiting.pop()
-            if one._last[0] is not inputs:
+            last = one._last
+            if last[0] is not inputs:
+                missing = [each for each in one._before if each._last[0] is not inputs]
+                if missing:
+                    waiting += missing
+                    continue
                 values = (v if read is None else read(inputs) for read, v in one._operands)
-                one._last = inputs, one._function(*values)
-        return self._last[1]
+                last = one._last = inputs, one._function(*values)
+            waiting.pop()
+            if not waiting:
+                return last[1]  # not `_last`: another thread may have other inputs

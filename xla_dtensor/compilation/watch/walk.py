@@ -114,6 +114,7 @@ class Walk:
             self.reached.note(path, "same as", seen[1])
 
     def _go_on(self, follower: Follower, value: Any, path: str) -> None:
+        """What an object consists of; of what lies too deep when the stack is empty again."""
         if self._depth == _DEEPEST:
             self._deeper.append((follower, value, path))
             return
