@@ -64,7 +64,7 @@ LIBRARIES = {
     " _sync_token_count_exchange _token_count_exchange _validate_cuda_graphs",
     "ecosystem.torchvision": "_has_ops",
     "ecosystem.transformers": "_load_rng_state _n_gpu _save_rng_state _setup_devices"
-    " _is_user_defined _previous_max_cache_length _pad_token_tensor _optimize_model_for_decode"
+    " _is_user_defined _pad_token_tensor _optimize_model_for_decode"
     " _attn_implementation _can_compile_fullgraph",
 }
 

@@ -105,8 +105,9 @@ class Clock:
     by = 0.5
 
 
+@pytest.mark.parametrize("audit", [None, 1])
 @pytest.mark.parametrize("steps", [3, 2 * sys.getrecursionlimit()])
-def test_a_number_that_a_loop_adds_to(steps: int) -> None:
+def test_a_number_that_a_loop_adds_to(steps: int, audit: int | None) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         now = 0.0
         for k in range(steps):
@@ -115,7 +116,7 @@ def test_a_number_that_a_loop_adds_to(steps: int) -> None:
                 x = x + now
         return x * now
 
-    compiled = xd.compile(step)
+    compiled = xd.compile(step, audit=audit)
     for by in (0.5, 0.25, 0.125, 2.0, 0.5):
         Clock.by = by
         expected = step(torch.ones(2))

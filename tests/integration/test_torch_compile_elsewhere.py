@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.optim import adam
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch's compiler
@@ -78,6 +80,12 @@ def test_an_optimizers_step(make: Any, foreach: bool) -> None:
     torch.testing.assert_close(weights(True), weights(False))
     # Of Adafactor torch compiles nothing: it asks for values of tensors.
     assert counter.frame_count >= (make is not torch.optim.Adafactor)
+
+
+def test_what_stands_in_has_the_arguments_of_what_was_there() -> None:
+    for function in (adam._single_tensor_adam, torch.cond):
+        found = inspect.getfullargspec(function)
+        assert found.args and not any("xla" in name for name in found.kwonlyargs)
 
 
 PROGRAM = """

@@ -26,7 +26,7 @@ _OF_MATH = ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos
 _FUNCTIONS = {getattr(math, name): name for name in _OF_MATH}
 
 # What Python's arithmetic may raise for the numbers by which the type of a result is found.
-_ARITHMETIC = (ArithmeticError, ValueError)
+ARITHMETIC_ERRORS = (ArithmeticError, ValueError)
 
 
 class Waiting(Protocol):
@@ -150,7 +150,7 @@ def pending(
     likes = [n.like if isinstance(n, PendingNode) else v for v, n in pairs]
     try:
         like = function(*likes)
-    except _ARITHMETIC:
+    except ARITHMETIC_ERRORS:
         like = 1.5
     if isinstance(like, bool | np.bool_):
         trace.refuse(f"the decision {text}")

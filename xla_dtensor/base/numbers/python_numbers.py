@@ -13,7 +13,8 @@ and what would depend on the value is refused.
 
 from __future__ import annotations
 
-import itertools
+import functools
+import hashlib
 import math
 import operator
 import sys
@@ -26,7 +27,7 @@ import torch
 
 from xla_dtensor.base import executor, interrupts
 from xla_dtensor.base.numbers.function_of_inputs import FunctionOfInputs
-from xla_dtensor.base.numbers.pending_number import PendingNode, pending
+from xla_dtensor.base.numbers.pending_number import ARITHMETIC_ERRORS, PendingNode, pending
 from xla_dtensor.base.numbers.printed import marked, only_printed
 from xla_dtensor.base.numbers.traced_number import NumberNode
 
@@ -189,9 +190,15 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
         return function(*values)
     texts = (repr(v) if n is None else n.text for n, v in zip(nodes, values, strict=True))
     text = _short(text.format(*texts))
-    compute = FunctionOfInputs(function, [n and n.compute for n in nodes], values)
+    reads = [n and n.compute for n in nodes]
+    compute = FunctionOfInputs(function, reads, values)
     if any(waiting):
         return _of(pending(function, text, values, nodes, compute))
+    error = _error_of(function, *values)
+    can_raise = function not in _NEVER_RAISE and (function not in _DIVIDE or nodes[1] is not None)
+    if can_raise or error != _NO_ERROR:  # code may catch it, and go on otherwise
+        found = FunctionOfInputs(functools.partial(_error_of, function), reads, values)
+        first.guard(NumberNode(math.nan, None, found, text, first.guard), "raises", error)
     value = function(*values)
     if isinstance(value, bool | np.bool_):
         outcome = bool(value)
@@ -204,12 +211,31 @@ def computed(function: Callable[..., Any], text: str, *operands: Any) -> Any:
 
 
 def _short(text: str) -> str:
-    """A text that a loop (``t = t + dt``) doesn't make longer and longer; no two are the same."""
-    return text if len(text) <= _LONGEST else f"({text[:_SHOWN]}..., {next(_LONG_ONES)})"
+    """A text that a loop (``t = t + dt``) doesn't make longer and longer: for one computation the
+    same in each trace, and for others another one."""
+    if len(text) <= _LONGEST:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"({text[:_SHOWN]}..., {digest})"
 
 
 _LONGEST, _SHOWN = 1000, 100
-_LONG_ONES = itertools.count(1)
+
+
+def _error_of(function: Callable[..., Any], *operands: Any) -> str:
+    """The name of the error that Python's arithmetic raises, which code may catch."""
+    try:
+        function(*operands)
+    except ARITHMETIC_ERRORS as error:
+        return type(error).__name__
+    return _NO_ERROR
+
+
+_NO_ERROR = "no error"
+_COMPARE = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+_NEVER_RAISE = {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs, bool}
+_NEVER_RAISE |= {operator.and_, operator.or_, operator.xor, *_COMPARE}
+_DIVIDE = (operator.truediv, operator.floordiv, operator.mod)  # by 0
 
 
 def _operand(value: Any) -> Any:

@@ -62,6 +62,7 @@ def seen_through(mine: Callable[..., Any], original: Any) -> Any:
     code, cells = _code(original), original.__closure__
     function = types.FunctionType(code, original.__globals__, closure=cells)
     function.__kwdefaults__ = _defaults(original, call)
+    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return functools.update_wrapper(function, original)
 
 
